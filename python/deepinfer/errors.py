@@ -1,0 +1,65 @@
+"""Every exception a user can meet, in one place.
+
+Owns: the exception classes. Never touches: anything else (a leaf, importable from every layer).
+Each message says what is wrong and what to change; commands print it on one line and exit with 2.
+"""
+
+
+class DeepInferError(Exception):
+    """Base of all errors raised on purpose by DeepInfer."""
+
+
+class InvalidRequestError(DeepInferError, ValueError):
+    """One request cannot be served as written; others are unaffected."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt does not fit the model's length or the KV pool."""
+
+
+class EmptyPromptError(InvalidRequestError):
+    """The prompt has no tokens."""
+
+
+class TokenOutOfRangeError(InvalidRequestError):
+    """A token id is negative or not below the vocabulary size."""
+
+
+class SamplingParamsError(InvalidRequestError):
+    """A sampling value is out of range or conflicts with another one."""
+
+
+class ConfigError(DeepInferError, ValueError):
+    """An engine setting is out of range or conflicts with another one."""
+
+
+class CapacityError(ConfigError):
+    """Weights or KV do not fit the memory that was given; the message names the setting to change."""
+
+
+class ModelNotFoundError(DeepInferError):
+    """No model under that name: neither a path, a known alias nor a reachable hub id."""
+
+
+class UnsupportedModelError(DeepInferError):
+    """The architecture is not registered; the message names the registry and the nearest match."""
+
+
+class UnsupportedConfigError(DeepInferError):
+    """A configuration field changes the mathematics and is not implemented; the message names the field."""
+
+
+class UnsupportedFormatError(DeepInferError):
+    """A checkpoint format (AWQ, GPTQ, LoRA, a GGUF type) is not read; the message names it."""
+
+
+class CheckpointError(DeepInferError):
+    """A checkpoint is truncated, incomplete or its shapes disagree with the configuration."""
+
+
+class EngineDeadError(DeepInferError):
+    """The engine stopped after a fault; requests in flight have failed."""
+
+
+class StepFailedError(DeepInferError):
+    """One step failed; the requests in it have failed, the engine goes on."""
