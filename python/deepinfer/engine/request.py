@@ -1,0 +1,127 @@
+"""What crosses the line between text and engine: a request of ids going in, deltas of ids coming out.
+
+Owns: the two records, their small parts, and the surface of an engine that text needs. Never touches: text, tensors, processes.
+Everything here pickles, so that the engine may live in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: the token itself first, then the most likely ones in falling order.
+
+    ``ids`` int32 [1 + k], ``values`` float32 [1 + k]; ``rank`` of the first entry, 1 = most likely. The chosen token may
+    appear again among the most likely ones, with the identical value.
+    """
+
+    ids: NDArray[np.int32]
+    values: NDArray[np.float32]
+    rank: int
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds of ``time.monotonic()``; 0.0 = has not happened."""
+
+    arrival: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """One prompt for the engine; values are already checked, merged with the model's defaults and tokenised.
+
+    Attributes:
+        request_id: unique among unfinished requests.
+        prompt_ids: at least one id, all within the vocabulary.
+        params: sampling values; ``params.max_tokens`` is not to be read here, see ``max_new``.
+        max_new: most tokens to generate; ``len(prompt_ids) + max_new <= max_model_len``.
+        eos_ids: the model's end-of-sequence ids, which end a sequence unless ``params.ignore_eos``.
+        seeds: one per answer (``params.n``), each in ``[0, 2**63)``, so that an int64 tensor holds it.
+        bad_word_ids: token sequences that must not be completed; of each, the last id is masked when the rest precedes it.
+        stream: send a delta per step. Requests with stop strings are streamed too, whoever reads them.
+        salt: tenant salt of the prefix chain.
+        priority: smaller is served first.
+        arrival: ``time.monotonic()`` of submission.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_new: int
+    eos_ids: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    stream: bool = False
+    salt: bytes = b""
+    priority: int = 0
+    arrival: float = 0.0
+
+
+@dataclass(slots=True)
+class SequenceDelta:
+    """News of one answer of one request since its last delta.
+
+    A request with ``stream=False`` gets exactly one delta per answer, at its end. The token that ended a sequence (an
+    end-of-sequence or stop id) is the last of ``new_token_ids``. Nothing follows a delta with a ``finish_reason``.
+
+    Attributes:
+        index: which of the ``n`` answers.
+        new_token_ids: ids since the last delta, possibly empty.
+        logprobs: one entry per new token when ``params.logprobs`` is set.
+        prompt_logprobs: with the first delta of answer 0 when ``params.prompt_logprobs`` is set: one entry per prompt
+            position, ``None`` for the first.
+        cached_tokens: prompt tokens that came from the prefix cache at the first admission.
+        error: message when ``finish_reason`` is ``"error"``.
+    """
+
+    request_id: str
+    index: int
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+    timing: Timing = field(default_factory=Timing)
+    error: str | None = None
+
+
+class EngineLike(Protocol):
+    """The part of an engine that text needs; `deepinfer.engine.engine.Engine` is the one in use."""
+
+    max_model_len: int
+    vocab_size: int
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queues a request. Raises InvalidRequestError if it could never run; nothing else is disturbed."""
+
+    def step(self) -> list[SequenceDelta]:
+        """Runs one step; an empty list when there is nothing to tell."""
+
+    def abort(self, request_id: str) -> None:
+        """Ends all answers of a request; no more deltas of it follow. Unknown and finished ids are ignored."""
+
+    def stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
+        """Ends one answer after its first ``num_tokens`` tokens; the caller drops whatever delta still follows."""
+
+    def has_unfinished(self) -> bool:
+        """Whether a step could make progress."""
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits float32 ``[len(token_ids), vocab_size]`` of every position in one forward, outside the running batch."""
+
+    def close(self) -> None:
+        """Releases everything; idempotent."""
