@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer.outputs import FinishReason
 from deepinfer.sampling import SamplingParams
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class TokenLogprobs(NamedTuple):
