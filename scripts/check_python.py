@@ -3,7 +3,7 @@
 import shutil
 import sys
 
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036 - the point of this file
     found = ".".join(str(part) for part in sys.version_info[:2])
     sys.exit("DeepInfer needs Python 3.11 or newer, this is " + found + ": try `make PYTHON=python3.11 ...`")
 if shutil.which("cargo") is None:
