@@ -1,0 +1,200 @@
+"""What a user may set on an engine, checked once.
+
+`EngineConfig` is what was asked for; `RunConfig` is what holds on the device after defaults. Both are immutable.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from deepinfer.engine import environ
+from deepinfer.errors import ConfigError
+from deepinfer.platforms import Platform, get_platform
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+BLOCK_SIZES = (16, 32, 64, 128)
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+# A batch that keeps each device busy without making one step long enough to be felt.
+_DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
+_DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
+_DEFAULT_FRACTION = {"cpu": 0.5, "cuda": 0.9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine, as `LLM(...)` takes them.
+
+    Args:
+        model: directory, GGUF file, hub id or known alias.
+        tokenizer: where the tokenizer comes from if not from the model.
+        revision: hub revision of the model.
+        chat_template: template text or a path to one, instead of the model's.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``. ``auto`` is bfloat16 on a GPU and on processors with bf16
+            dot products (AVX512-BF16, AMX, Arm BF16), float32 on others.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; ``auto`` takes ``DEEPINFER_ACCELERATOR``, then a GPU if there is one.
+        quantization: only what the checkpoint itself declares is read; naming another format is refused by the loader.
+        max_model_len: longest prompt plus answer, in tokens; ``None`` = the model's own limit, lowered to what the KV memory holds.
+        max_num_seqs: most sequences in one step; ``None`` = 64 on a CPU, 256 on a GPU (never above ``max_num_batched_tokens``).
+        max_num_batched_tokens: most token rows in one step; longer prompts are cut in chunks. ``None`` = 512 on a CPU, 8192 on a GPU.
+        block_size: tokens of a KV page, the unit of prefix reuse: 16, 32, 64 or 128.
+        num_kv_blocks: KV pages to allocate; ``None`` = from ``kv_memory_fraction``.
+        kv_memory_fraction: on a GPU the share of the card that weights and KV together may take (0.9); on a CPU the share of
+            the memory left after loading that KV may take (0.5), and never more than ``max_num_seqs`` full sequences need.
+        gpu_memory_utilization: another name for ``kv_memory_fraction``.
+        enable_prefix_caching: keep finished blocks for prompts with the same beginning.
+        seed: start of the seeds of requests that bring none.
+        load_format: ``auto``, ``safetensors``, ``gguf``, or ``dummy`` (random weights from a configuration alone).
+        trust_remote_code: refused.
+        num_threads: torch threads; ``None`` = ``DEEPINFER_NUM_THREADS``, else torch's choice.
+        quiet: leave the capacity report out; ``None`` = ``DEEPINFER_QUIET``.
+
+    Raises:
+        ConfigError: a value is out of range or two conflict; the message says what to change.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    chat_template: str | None = None
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device = "auto"
+    quantization: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 64
+    num_kv_blocks: int | None = None
+    kv_memory_fraction: float | None = None
+    gpu_memory_utilization: float | None = None
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    load_format: LoadFormat = "auto"
+    trust_remote_code: bool = False
+    num_threads: int | None = None
+    quiet: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.trust_remote_code:
+            raise ConfigError(
+                "trust_remote_code=True is refused: a checkpoint's Python would run with your rights, outside the engine's "
+                "exactness tests. Register the architecture with deepinfer.models.register_model instead"
+            )
+        if not isinstance(self.model, str | os.PathLike) or not str(self.model):
+            raise ConfigError(f"model must be a path, a hub id or an alias such as 'smollm2', got {self.model!r}")
+        object.__setattr__(self, "model", str(self.model))
+        object.__setattr__(self, "device", str(self.device))
+        self._check_dtype()
+        _positive("max_model_len", self.max_model_len, "leave it out for the model's own limit")
+        _positive("max_num_seqs", self.max_num_seqs)
+        _positive("max_num_batched_tokens", self.max_num_batched_tokens)
+        _positive("num_kv_blocks", self.num_kv_blocks, "leave it out to size the pool from kv_memory_fraction")
+        _positive("num_threads", self.num_threads)
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size!r}")
+        if self.load_format not in get_args(LoadFormat):
+            raise ConfigError(f"load_format must be one of {', '.join(get_args(LoadFormat))}, got {self.load_format!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
+        self._check_memory()
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and seqs is not None and seqs > tokens:
+            raise ConfigError(
+                f"max_num_seqs ({seqs}) is above max_num_batched_tokens ({tokens}), so one step could not decode all of them; "
+                "raise max_num_batched_tokens or lower max_num_seqs"
+            )
+
+    def _check_dtype(self) -> None:
+        name = str(self.dtype).removeprefix("torch.")
+        if name != "auto" and name not in DTYPES:
+            raise ConfigError(f"dtype must be 'auto', 'float32', 'bfloat16' or 'float16', got {self.dtype!r}")
+        object.__setattr__(self, "dtype", name)
+
+    def _check_memory(self) -> None:
+        fraction, alias = self.kv_memory_fraction, self.gpu_memory_utilization
+        if fraction is not None and alias is not None and fraction != alias:
+            raise ConfigError("kv_memory_fraction and gpu_memory_utilization are one setting under two names; give one of them")
+        fraction = alias if fraction is None else fraction
+        if fraction is not None:
+            if not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
+                raise ConfigError(f"kv_memory_fraction must be in (0, 1], got {fraction!r}")
+            if self.num_kv_blocks is not None:
+                raise ConfigError("num_kv_blocks and kv_memory_fraction both size the KV pool; give one of them")
+        object.__setattr__(self, "kv_memory_fraction", fraction)
+        object.__setattr__(self, "gpu_memory_utilization", fraction)
+
+    @classmethod
+    def from_args(cls, model: str, **settings: Any) -> EngineConfig:
+        """Like the constructor, but an unknown name is a :class:`ConfigError` that lists the known ones."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise ConfigError(f"unknown setting {', '.join(map(repr, unknown))}; known are {', '.join(sorted(known - {'model'}))}")
+        return cls(model=model, **settings)
+
+    def resolve(self) -> RunConfig:
+        """Fills in what depends on the machine.
+
+        Raises:
+            ConfigError: the device is not there.
+        """
+        device = str(self.device)
+        platform = get_platform(environ.get("DEEPINFER_ACCELERATOR") if device == "auto" else device)
+        kind = platform.name
+        tokens = self.max_num_batched_tokens
+        seqs = self.max_num_seqs
+        if tokens is None:
+            tokens = max(_DEFAULT_TOKENS[kind], seqs or 0)
+        if seqs is None:
+            seqs = min(_DEFAULT_SEQS[kind], tokens)
+        dtype = platform.default_dtype if self.dtype == "auto" else DTYPES[str(self.dtype)]
+        if dtype is torch.float16 and kind == "cpu":
+            raise ConfigError("dtype float16 is not supported on a CPU; use 'bfloat16' or 'float32'")
+        threads = environ.get("DEEPINFER_NUM_THREADS") if self.num_threads is None else self.num_threads
+        return RunConfig(
+            platform=platform,
+            dtype=dtype,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            kv_memory_fraction=_DEFAULT_FRACTION[kind] if self.kv_memory_fraction is None else self.kv_memory_fraction,
+            num_threads=threads,
+            quiet=environ.get("DEEPINFER_QUIET") if self.quiet is None else self.quiet,
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The machine-dependent half: every value is set."""
+
+    platform: Platform
+    dtype: torch.dtype
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_memory_fraction: float
+    num_threads: int | None
+    quiet: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and KV live."""
+        return self.platform.device
+
+
+def _positive(name: str, value: int | None, hint: str = "") -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}" + (f"; {hint}" if hint else ""))

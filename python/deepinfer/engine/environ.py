@@ -1,0 +1,80 @@
+"""Every environment switch, once.
+
+Owns: name, type, default and reason of each `DEEPINFER_*` variable, and how it is read. A setting given in code wins over
+its variable. Never touches: anything else; whoever obeys a switch reads it here by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer.errors import ConfigError
+
+
+def _bool(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError("use 1 or 0")
+
+
+def _threads(text: str) -> int:
+    n = int(text)
+    if n < 1:
+        raise ValueError("use a number of at least 1")
+    return n
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One variable: how it is read, what holds without it, and why it exists."""
+
+    name: str
+    kind: str
+    parse: Callable[[str], Any]
+    default: Any
+    why: str
+
+
+SWITCHES: tuple[Switch, ...] = (
+    Switch("DEEPINFER_ACCELERATOR", "auto | cpu | cuda | cuda:N", str, "auto", "device when `device` is left at 'auto'"),
+    Switch("DEEPINFER_NUM_THREADS", "integer", _threads, None, "torch threads of the step loop; unset = torch's own choice"),
+    Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),
+)
+_BY_NAME = {s.name: s for s in SWITCHES}
+
+
+def get(name: str, environ: Mapping[str, str] = os.environ) -> Any:
+    """Value of a switch, its default when the variable is not set.
+
+    Raises:
+        ConfigError: the variable's text cannot be read.
+        KeyError: no such switch (a mistake in the program).
+    """
+    switch = _BY_NAME[name]
+    text = environ.get(name)
+    if text is None:
+        return switch.default
+    try:
+        return switch.parse(text)
+    except ValueError as e:
+        raise ConfigError(f"environment variable {name}={text!r} cannot be read ({switch.kind}): {e}") from None
+
+
+def describe(environ: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
+    """Every switch with its value, for `deepinfer doctor --env`: name, kind, default, value, set, why."""
+    return [
+        {
+            "name": s.name,
+            "kind": s.kind,
+            "default": s.default,
+            "value": get(s.name, environ),
+            "set": s.name in environ,
+            "why": s.why,
+        }
+        for s in SWITCHES
+    ]

@@ -1,0 +1,73 @@
+"""Running on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from deepinfer.errors import ConfigError
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+class CudaPlatform:
+    """One GPU: pinned step buffers, bf16 by default, cuBLAS held to one reduction order for every row count."""
+
+    name = "cuda"
+    pinned = True
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        self.default_dtype = torch.bfloat16
+
+    @staticmethod
+    def count() -> int:
+        """How many GPUs this process sees; 0 with a CPU build of torch or without a driver."""
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    @staticmethod
+    def why_missing() -> str:
+        """One sentence for a person whose GPU is not seen."""
+        if torch.version.cuda is None:
+            return "this torch is a CPU build."
+        return "torch sees no usable NVIDIA driver, or CUDA_VISIBLE_DEVICES hides the GPUs."
+
+    def describe(self) -> str:
+        """Name and memory of the GPU in one line."""
+        p = torch.cuda.get_device_properties(self.device)
+        return f"{p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB"
+
+    def prepare(self, num_threads: int | None) -> None:
+        """Zero cuBLAS workspace (no split-K, so a row's bits do not follow the row count), no TF32, no reduced reductions.
+
+        Raises:
+            ConfigError: CUDA has already started in this process with another workspace setting.
+        """
+        wanted = ":0:0"
+        if torch.cuda.is_initialized() and os.environ.get(_WORKSPACE) != wanted:
+            raise ConfigError(
+                f"CUDA was started in this process before the engine could set {_WORKSPACE}={wanted}, which batch invariance needs; "
+                f"create the engine first, or start the process with {_WORKSPACE}={wanted}"
+            )
+        os.environ[_WORKSPACE] = wanted
+        if num_threads is not None and num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.cuda.set_device(self.device)
+
+    def memory_total(self) -> int:
+        """Bytes on the card."""
+        return torch.cuda.get_device_properties(self.device).total_memory
+
+    def memory_available(self) -> int:
+        """Bytes free on the card plus what torch has cached."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def synchronize(self) -> None:
+        """Waits for the GPU."""
+        torch.cuda.synchronize(self.device)

@@ -1,0 +1,62 @@
+"""Picking a device by name, or saying why it cannot be had."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from deepinfer.errors import ConfigError
+from deepinfer.platforms.cpu import CpuPlatform
+from deepinfer.platforms.cuda import CudaPlatform
+
+
+class Platform(Protocol):
+    """The device-dependent part of a worker."""
+
+    name: str
+    device: torch.device
+    default_dtype: torch.dtype
+    pinned: bool
+
+    def describe(self) -> str:
+        """One line for people: device name and memory."""
+
+    def prepare(self, num_threads: int | None) -> None:
+        """Sets process-wide numerics and threads; call before tensors are made. Idempotent."""
+
+    def memory_total(self) -> int:
+        """Bytes of the device's memory (or of this process's limit, if smaller)."""
+
+    def memory_available(self) -> int:
+        """Bytes that can be allocated now."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has finished what was launched."""
+
+
+def get_platform(device: str = "auto") -> Platform:
+    """The platform of a device name: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        ConfigError: unknown name, or a device that is not there; the message names the CPU way.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "auto" and not index:
+        return CudaPlatform(0) if CudaPlatform.count() else CpuPlatform()
+    if kind == "cpu" and not index:
+        return CpuPlatform()
+    if kind == "cuda" and (not index or index.isdecimal()):
+        count = CudaPlatform.count()
+        number = int(index or 0)
+        if number >= count:
+            have = "none" if count == 0 else f"{count} (cuda:0 to cuda:{count - 1})"
+            raise ConfigError(f"device {device!r} is not there: {CudaPlatform.why_missing()} GPUs found: {have}. Use device='cpu' instead")
+        return CudaPlatform(number)
+    raise ConfigError(f"device {device!r} is unknown; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+
+
+def available_devices() -> list[Platform]:
+    """Every device that can be used here, the preferred one first."""
+    gpus: list[Platform] = [CudaPlatform(i) for i in range(CudaPlatform.count())]
+    return [*gpus, CpuPlatform()]

@@ -1,0 +1,85 @@
+"""From a ring slot to what a forward takes: the device block table and views of the step's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepinfer.models.base import ForwardBatch
+from deepinfer.worker.step_ring import Header, RingSlot
+
+
+class InputBatch:
+    """Keeps the block table ``int32 [slots, columns]`` on the device and builds each step's :class:`ForwardBatch`.
+
+    Args:
+        num_slots: state slots, the null slot included; a sequence's row is its state slot.
+        columns: columns of the table over all groups.
+        page_tokens: tokens of a page when there is one paged group; the gathered table is then cut to the longest context.
+        num_slot_maps: how many `slots{j}` fields a step has.
+        device: where the table lives.
+    """
+
+    def __init__(self, num_slots: int, columns: int, page_tokens: int | None, num_slot_maps: int, device: torch.device) -> None:
+        self.table = torch.zeros((num_slots, columns), dtype=torch.int32, device=device)
+        self._page_tokens = page_tokens
+        self._slot_maps = [f"slots{j}" for j in range(num_slot_maps)]
+
+    def apply_deltas(self, slot: RingSlot, header: Header) -> None:
+        """Stores this step's (row, column, page) triples; no cell is named twice in a step, so their order is free."""
+        if header.deltas:
+            row, column, page = slot.d["table_delta"][: 3 * header.deltas].view(-1, 3).unbind(1)
+            self.table[row.long(), column.long()] = page
+
+    def build(self, slot: RingSlot, header: Header) -> ForwardBatch:
+        """The forward's arguments of a step whose inputs have been uploaded and whose deltas have been applied."""
+        d, rows, n = slot.d, header.rows, header.seqs
+        table = self.table.index_select(0, d["state_row"][:n])
+        if self._page_tokens is not None:
+            table = table[:, : max(1, -(-header.max_len // self._page_tokens))]
+        return ForwardBatch(
+            ids=d["ids"][:rows].long(),
+            pos=d["pos"][:rows].long(),
+            slots=[d[name][:rows].long() for name in self._slot_maps],
+            cu_q=d["cu_q"][: n + 1],
+            seq_len=d["seq_len"][:n],
+            block_table=table,
+            num_decodes=header.decodes,
+            max_q=header.max_q,
+            max_len=header.max_len,
+            cu_q_host=slot.a["cu_q"][: n + 1].tolist(),
+            seq_len_host=slot.a["seq_len"][:n].tolist(),
+        )
+
+
+def one_sequence(ids: Sequence[int], page_tokens: Sequence[int], entries: Sequence[tuple[int, int]], device: torch.device) -> ForwardBatch:
+    """A batch of one whole sequence on pages 1, 2, 3, … of every group, for a forward outside the running batch.
+
+    Args:
+        ids: the sequence.
+        page_tokens: tokens of a page, per paged group.
+        entries: per slot map its (group, entries of a page).
+    """
+    n = len(ids)
+    pos = torch.arange(n)
+    slots = []
+    for group, e in entries:
+        t = page_tokens[group]
+        ratio = t // e
+        slot = (pos // t + 1) * e + (pos % t) // ratio
+        slots.append(torch.where((pos + 1) % ratio == 0, slot, -1).to(device))
+    table = torch.cat([torch.arange(1, -(-n // t) + 1, dtype=torch.int32) for t in page_tokens]).unsqueeze(0)
+    return ForwardBatch(
+        ids=torch.tensor(ids, dtype=torch.int64, device=device),
+        pos=pos.to(device),
+        slots=slots,
+        cu_q=torch.tensor([0, n], dtype=torch.int32, device=device),
+        seq_len=torch.tensor([n], dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        num_decodes=0,
+        max_q=n,
+        max_len=n,
+        cu_q_host=[0, n],
+        seq_len_host=[n],
+    )

@@ -1,0 +1,241 @@
+"""From logits to tokens, all rows of a step at once, each row as if it were alone.
+
+Order: bias, penalties, masks; greedy rows take the first maximum; others divide by temperature, keep `top_k`, `top_p`, `min_p` in
+that order and draw by inverse distribution function from a counter RNG.
+
+Two things make a draw exact, whatever the device, the batch or the order of additions:
+- the RNG is a function of (seed, position, draw id) in 64-bit integer arithmetic;
+- weights `exp(x - max)` are cut to integers so small that every partial sum over the vocabulary is exact in float64.
+Tokens less likely than 2**-37 of the most likely one (at a vocabulary of 49152) are thereby never drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepinfer.worker.sampling_state import (
+    BAD_WORDS,
+    BIAS,
+    FREQUENCY,
+    MIN_LENGTH,
+    MIN_P,
+    MIN_TOKENS,
+    PENALTIES,
+    PRESENCE,
+    PROMPT_LEN,
+    REPETITION,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    SamplingState,
+)
+
+_BLOCK = 256  # vocabulary entries whose weights are summed before searching
+_FIRST_RANKS = 256  # ranked candidates looked at before all of them, where looking is cheap
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MUL1 = _signed(0xBF58476D1CE4E5B9)
+_MUL2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Logical shift of int64 bits."""
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64 tensors; products wrap modulo 2**64."""
+    x = (x ^ _shift_right(x, 30)) * _MUL1
+    x = (x ^ _shift_right(x, 27)) * _MUL2
+    return x ^ _shift_right(x, 31)
+
+
+def random_bits(seed: torch.Tensor, position: torch.Tensor, draw: int) -> torch.Tensor:
+    """64 random bits per row, int64: a function of its arguments alone.
+
+    ``mix(mix(mix(seed + G) + position * G) + draw * G)`` modulo 2**64, ``G = 0x9E3779B97F4A7C15``; ``mix`` is a bijection, so
+    distinct positions of one seed never repeat a value.
+
+    Args:
+        seed: int64 ``[m]``.
+        position: int64 ``[m]``, position in the sequence of the token to be drawn.
+        draw: which of several draws for one token.
+    """
+    offset = _signed((draw * 0x9E3779B97F4A7C15) & ((1 << 64) - 1))
+    return _mix(_mix(_mix(seed + _GOLDEN) + position * _GOLDEN) + offset)
+
+
+def uniform(bits: torch.Tensor) -> torch.Tensor:
+    """float64 in [0, 1) from the upper 53 bits."""
+    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def weight_scale(vocab_size: int) -> float:
+    """Largest power of two at which the sum of ``vocab_size`` weights of at most that size is exact in float64."""
+    return 2.0 ** (53 - (vocab_size - 1).bit_length()) if vocab_size > 1 else 2.0**53
+
+
+def falling_keys(logits: torch.Tensor) -> torch.Tensor:
+    """int64 keys whose falling order is that of falling logits with ties to the lowest id; all keys of a row differ."""
+    bits = (logits + 0.0).view(torch.int32)  # −0.0 becomes 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    vocab = logits.shape[-1]
+    return (ordered << 32) | torch.arange(vocab - 1, -1, -1, dtype=torch.int64, device=logits.device)
+
+
+def ranked(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the ``count`` largest logits per row in falling order, ties to the lowest id: int64 ``[m, count]``."""
+    vocab = logits.shape[-1]
+    count = min(count, vocab)
+    if logits.device.type == "cpu" and 4 * count < vocab:
+        # Only a tie at the border or among the chosen makes the plain operator's order a matter of chance.
+        values, ids = torch.topk(logits, count + 1, dim=-1, sorted=True)
+        if not bool((values[:, 1:] == values[:, :-1]).any()):
+            return ids[:, :count]
+    keys = falling_keys(logits)
+    top = torch.topk(keys, count, dim=-1, sorted=True).values if count < vocab else torch.sort(keys, dim=-1, descending=True).values
+    return vocab - 1 - (top & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """Sampling rows of a step, as the sampler needs them; all tensors on its device.
+
+    Attributes:
+        slots: int64 ``[r]`` state slot of each row.
+        positions: int64 ``[r]`` position of the token to be drawn.
+        flags: union of the slots' flags.
+        edit: rows whose logits are edited first, int64 ``[e]``; ``None`` = no row.
+        plain: rows that draw from the whole vocabulary (``min_p`` included); ``None`` = no row.
+        ranked: rows that draw under ``top_k`` or ``top_p``; ``None`` = no row.
+        max_top_k: largest ``top_k`` among the ranked rows; the vocabulary size if one has none.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    flags: int
+    edit: torch.Tensor | None = None
+    plain: torch.Tensor | None = None
+    ranked: torch.Tensor | None = None
+    max_top_k: int = 0
+
+
+class Sampler:
+    """Draws one token per row.
+
+    Args:
+        state: sampling values by slot.
+        vocab_size: width of logits.
+    """
+
+    def __init__(self, state: SamplingState, vocab_size: int) -> None:
+        self._state, self._vocab = state, vocab_size
+        self._scale = weight_scale(vocab_size)
+
+    def __call__(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+        """Tokens int64 ``[r]`` from logits float32 ``[r, vocab]``, which are edited in place."""
+        if rows.edit is not None:
+            slots, positions = rows.slots[rows.edit], rows.positions[rows.edit]
+            logits[rows.edit] = self._edit(logits[rows.edit], slots, positions, rows.flags)
+        tokens = torch.argmax(logits, dim=-1)
+        if rows.plain is not None:
+            tokens[rows.plain] = self._draw_plain(logits[rows.plain], rows, rows.plain, tokens[rows.plain])
+        if rows.ranked is not None:
+            tokens[rows.ranked] = self._draw_ranked(logits[rows.ranked], rows, rows.ranked, tokens[rows.ranked])
+        if rows.edit is not None:
+            self._state.observe(rows.slots[rows.edit], tokens[rows.edit], rows.flags)
+        return tokens
+
+    def _edit(self, x: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, flags: int) -> torch.Tensor:
+        """Bias, then penalties (repetition, frequency, presence), then masks; a row without one of them is left as it is."""
+        s = self._state
+        packed = s.table[slots]
+        if flags & BIAS:
+            x = x.scatter_add(1, s.bias_ids.data[slots], s.bias.data[slots])
+        if flags & PENALTIES and s.counts is not None and s.in_prompt is not None:
+            reals = packed.view(torch.float32)
+            repetition, frequency, presence = (reals[:, c : c + 1] for c in (REPETITION, FREQUENCY, PRESENCE))
+            counts = s.counts[slots]
+            made = counts > 0
+            repeated = torch.where(made | s.in_prompt[slots], repetition, torch.ones_like(repetition))
+            x = torch.where(x > 0, x / repeated, x * repeated)
+            x = x - frequency * counts - presence * made
+        if flags & BAD_WORDS:
+            last = s.bad_last.data[slots]
+            prefix, recent = s.bad_prefix.data[slots], s.recent[slots].unsqueeze(1)
+            hit = ((prefix == recent) | (prefix == -1)).all(-1) & (last >= 0)
+            x = _ban(x, last, hit)
+        if flags & MIN_LENGTH:
+            short = positions - packed[:, PROMPT_LEN] < packed[:, MIN_TOKENS]
+            ids = s.stop_ids.data[slots]
+            x = _ban(x, ids, short.unsqueeze(1) & (ids >= 0))
+        return x
+
+    def _draw_plain(self, x: torch.Tensor, rows: SampleRows, which: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """Inverse distribution function in id order, by blocks: sums of blocks, then entries of the one block."""
+        packed = self._state.table[rows.slots[which]]
+        weights = self._weights(x, packed, best)
+        weights = torch.where(weights >= packed.view(torch.float32)[:, MIN_P : MIN_P + 1] * self._scale, weights, 0.0)
+        padded = torch.nn.functional.pad(weights, (0, -self._vocab % _BLOCK)).view(len(x), -1, _BLOCK)
+        ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+        target = self._target(packed, rows.positions[which], ends[:, -1:])
+        block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+        before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)
+        entries = padded.gather(1, block.unsqueeze(-1).expand(-1, 1, _BLOCK)).squeeze(1).to(torch.float64).cumsum(-1)
+        entry = torch.searchsorted(entries, target - before, right=True).clamp_(max=_BLOCK - 1)
+        return torch.where(ends[:, -1] > 0, (block * _BLOCK + entry).squeeze(1), best)
+
+    def _draw_ranked(self, x: torch.Tensor, rows: SampleRows, which: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """Inverse distribution function over candidates in falling order."""
+        packed = self._state.table[rows.slots[which]]
+        reals = packed.view(torch.float32)
+        top_k = packed[:, TOP_K : TOP_K + 1]
+        top_p = reals[:, TOP_P : TOP_P + 1].to(torch.float64)
+        weights = self._weights(x, packed, best)
+        everything = weights.sum(-1, keepdim=True, dtype=torch.float64)
+        limit = rows.max_top_k
+        looking = x.device.type == "cpu"  # elsewhere looking at values would stall the launch: rank all that may be needed
+        count = min(limit, _FIRST_RANKS) if looking else limit
+        while True:
+            ids = ranked(x, count)
+            w = weights.gather(1, ids).to(torch.float64)
+            ends = w.cumsum(-1)
+            width = ends.shape[1]
+            all_seen = top_k <= width
+            total = torch.where(top_k < self._vocab, ends.gather(1, (top_k.long() - 1).clamp_(max=width - 1)), everything)
+            if not looking or count >= limit or bool((all_seen | ((top_k == self._vocab) & (ends[:, -1:] >= top_p * total))).all()):
+                break
+            count = min(limit, count * 16)
+        rank = torch.arange(width, device=x.device)
+        keep = (rank < top_k) & ((ends - w < top_p * total) | (top_p >= 1.0)) & (w >= reals[:, MIN_P : MIN_P + 1] * self._scale)
+        keep[:, 0] = True
+        ends = torch.where(keep, w, 0.0).cumsum(-1)
+        target = self._target(packed, rows.positions[which], ends[:, -1:])
+        index = torch.searchsorted(ends, target, right=True).clamp_(max=width - 1)
+        return torch.where(ends[:, -1] > 0, ids.gather(1, index).squeeze(1), best)
+
+    def _weights(self, x: torch.Tensor, packed: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """Whole numbers in float32: ``floor(exp((x - max) / temperature) * scale)``."""
+        x = x - x.gather(1, best.unsqueeze(1))
+        x /= packed.view(torch.float32)[:, TEMPERATURE : TEMPERATURE + 1]
+        return x.exp_().mul_(self._scale).floor_()
+
+    def _target(self, packed: torch.Tensor, positions: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """A whole number in [0, total), float64 ``[m, 1]``."""
+        seed = packed[:, SEED_LOW : SEED_HIGH + 1].contiguous().view(torch.int64).squeeze(1)
+        u = uniform(random_bits(seed, positions, 0)).unsqueeze(1)
+        return torch.minimum((u * total).floor_(), total - 1).clamp_(min=0)
+
+
+def _ban(x: torch.Tensor, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Minus infinity at ``ids`` where ``where`` holds; other entries of the list add zero to some logit."""
+    return x.scatter_add(1, ids.clamp(min=0), torch.where(where, -torch.inf, 0.0))

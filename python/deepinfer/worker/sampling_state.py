@@ -1,0 +1,183 @@
+"""What the sampler knows about each sequence, by state slot.
+
+Numbers sit in one packed table; lists (bias, stop ids, bad words) in tables as wide as the longest list so far; token counts
+only once some sequence has a penalty. A slot is written when a sequence gets it, also after preemption, from its history:
+so the state never depends on how often the sequence was interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deepinfer.sampling import SamplingParams
+
+# Columns of the packed table, int32 words; floats are stored by their bits.
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, SEED_LOW, SEED_HIGH, PROMPT_LEN, MIN_TOKENS = range(11)
+NUM_COLUMNS = 12
+_FLOATS = (TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION)
+
+# What a slot asks of the sampler, as bits of `flags`.
+DRAWS, RANKED, BIAS, PENALTIES, BAD_WORDS, MIN_LENGTH, LOGPROBS = (1 << i for i in range(7))
+EDITS = BIAS | PENALTIES | BAD_WORDS | MIN_LENGTH
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """Sampling of one sequence, as the worker needs it.
+
+    Attributes:
+        params: checked values; text-only ones are not read.
+        seed: of this sequence's draws, in [0, 2**63).
+        prompt_ids: the prompt.
+        eos_ids: model's end-of-sequence ids, masked below ``min_tokens`` together with the stop ids.
+        bad_word_ids: token sequences whose last id is masked when the rest precedes it.
+    """
+
+    params: SamplingParams
+    seed: int
+    prompt_ids: Sequence[int]
+    eos_ids: Sequence[int] = ()
+    bad_word_ids: Sequence[Sequence[int]] = ()
+
+
+class SlotTable:
+    """A table ``[slots, width]`` on the device that grows in width when a longer list comes."""
+
+    def __init__(self, num_slots: int, pad: float, dtype: torch.dtype, device: torch.device, *inner: int) -> None:
+        self._pad = pad
+        self._inner = inner
+        self.data = torch.full((num_slots, 0, *inner), pad, dtype=dtype, device=device)
+
+    def put(self, slot: int, values: Sequence[float] | Sequence[Sequence[int]]) -> None:
+        """Writes a slot's list, padded; widens to the next power of two if need be."""
+        if len(values) > self.data.shape[1]:
+            width = 1 << (len(values) - 1).bit_length()
+            more = self.data.new_full((self.data.shape[0], width - self.data.shape[1], *self._inner), self._pad)
+            self.data = torch.cat([self.data, more], 1)
+        if self.data.shape[1]:
+            self.data[slot].fill_(self._pad)
+        if len(values):
+            self.data[slot, : len(values)] = to_device(torch.tensor(values, dtype=self.data.dtype), self.data.device)
+
+
+class SamplingState:
+    """Per-slot sampling values on the host (for choosing rows) and on the device (for computing).
+
+    Args:
+        num_slots: state slots, the null slot included.
+        vocab_size: width of logits.
+        device: where the sampler runs.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._num_slots, self._vocab, self._device = num_slots, vocab_size, device
+        self.flags: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.logprobs: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.host: NDArray[np.int32] = np.zeros((num_slots, NUM_COLUMNS), np.int32)
+        on_cpu = device.type == "cpu"
+        self.table = torch.from_numpy(self.host) if on_cpu else torch.zeros((num_slots, NUM_COLUMNS), dtype=torch.int32, device=device)
+        self.bias_ids = SlotTable(num_slots, 0, torch.int64, device)
+        self.bias = SlotTable(num_slots, 0.0, torch.float32, device)
+        self.stop_ids = SlotTable(num_slots, -1, torch.int64, device)
+        self.bad_last = SlotTable(num_slots, -1, torch.int64, device)
+        self._prefix_len = 0
+        self.bad_prefix = SlotTable(num_slots, -1, torch.int64, device, 0)
+        self.recent = torch.full((num_slots, 0), -2, dtype=torch.int64, device=device)
+        self.counts: torch.Tensor | None = None
+        self.in_prompt: torch.Tensor | None = None
+
+    def admit(self, slot: int, row: RowSampling, output: Sequence[int]) -> None:
+        """Writes a slot for a sequence that has generated ``output`` so far (empty unless it was preempted)."""
+        p = row.params
+        flags = 0 if p.greedy else DRAWS
+        if not p.greedy and (0 < p.top_k < self._vocab or p.top_p < 1.0):
+            flags |= RANKED
+        if p.logit_bias:
+            flags |= BIAS
+        if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0:
+            flags |= PENALTIES
+        if row.bad_word_ids:
+            flags |= BAD_WORDS
+        stops = [i for i in (*row.eos_ids, *p.stop_ids) if i < self._vocab]
+        if p.min_tokens and stops:
+            flags |= MIN_LENGTH
+        if p.logprobs is not None:
+            flags |= LOGPROBS
+        self.flags[slot] = flags
+        self.logprobs[slot] = 0 if p.logprobs is None else min(self._vocab, p.logprobs) if p.logprobs >= 0 else self._vocab
+        self._pack(slot, row)
+        if flags & BIAS:
+            bias = {i: v for i, v in (p.logit_bias or {}).items() if i < self._vocab}
+            self.bias_ids.put(slot, list(bias))
+            self.bias.put(slot, list(bias.values()))
+        if flags & MIN_LENGTH:
+            self.stop_ids.put(slot, stops)
+        if flags & BAD_WORDS:
+            self._put_bad_words(slot, row.bad_word_ids, output)
+        if flags & PENALTIES:
+            self._count(slot, row.prompt_ids, output)
+
+    def clear_lists(self, slot: int) -> None:
+        """Empties list tables of a slot whose new owner has none, so that it adds nothing when mates use them."""
+        for table in (self.bias_ids, self.bias, self.stop_ids, self.bad_last):
+            if table.data.shape[1]:
+                table.put(slot, [])
+
+    def _pack(self, slot: int, row: RowSampling) -> None:
+        p, words = row.params, self.host[slot]
+        floats = words.view(np.float32)
+        words[:] = 0
+        floats[TEMPERATURE] = 1.0 if p.greedy else p.temperature
+        words[TOP_K] = p.top_k if 0 < p.top_k < self._vocab else self._vocab
+        floats[TOP_P], floats[MIN_P] = p.top_p, p.min_p
+        floats[PRESENCE], floats[FREQUENCY], floats[REPETITION] = p.presence_penalty, p.frequency_penalty, p.repetition_penalty
+        words[SEED_LOW : SEED_HIGH + 1] = np.array([row.seed], np.int64).view(np.int32)
+        words[PROMPT_LEN], words[MIN_TOKENS] = len(row.prompt_ids), p.min_tokens
+
+    def _put_bad_words(self, slot: int, words: Sequence[Sequence[int]], output: Sequence[int]) -> None:
+        longest = max(len(w) for w in words) - 1
+        if longest > self._prefix_len:
+            extra = longest - self._prefix_len
+            old, self._prefix_len = self.bad_prefix.data, longest
+            self.bad_prefix = SlotTable(self._num_slots, -1, torch.int64, self._device, longest)
+            # Prefixes are aligned to their end; −1 matches anything.
+            self.bad_prefix.data = torch.cat([old.new_full((*old.shape[:2], extra), -1), old], 2)
+            self.recent = torch.cat([self.recent.new_full((self._num_slots, extra), -2), self.recent], 1)
+        n = self._prefix_len
+        self.bad_last.put(slot, [w[-1] for w in words])
+        self.bad_prefix.put(slot, [[*[-1] * (n - len(w) + 1), *w[:-1]] for w in words])
+        if n:
+            tail = list(output[-n:])
+            self.recent[slot] = to_device(torch.tensor([-2] * (n - len(tail)) + tail, dtype=torch.int64), self._device)
+
+    def _count(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        if self.counts is None or self.in_prompt is None:
+            self.counts = torch.zeros((self._num_slots, self._vocab), dtype=torch.int32, device=self._device)
+            self.in_prompt = torch.zeros((self._num_slots, self._vocab), dtype=torch.bool, device=self._device)
+        self.in_prompt[slot].zero_()
+        self.in_prompt[slot].index_fill_(0, to_device(torch.tensor(prompt, dtype=torch.int64), self._device), True)
+        self.counts[slot].zero_()
+        if len(output):
+            ids, times = np.unique(np.asarray(output, np.int64), return_counts=True)
+            index = to_device(torch.from_numpy(ids), self._device)
+            self.counts[slot].index_copy_(0, index, to_device(torch.from_numpy(times.astype(np.int32)), self._device))
+
+    def observe(self, slots: torch.Tensor, tokens: torch.Tensor, flags: int) -> None:
+        """Notes the tokens drawn for some slots (each slot at most once), int64 ``[m]`` both.
+
+        ``flags``: union of the flags of the rows; a row whose slot lacks one of them writes to cells nobody reads.
+        """
+        if flags & PENALTIES and self.counts is not None:
+            self.counts[slots, tokens] = self.counts[slots, tokens] + 1
+        if flags & BAD_WORDS and self.recent.shape[1]:
+            self.recent[slots] = torch.cat([self.recent[slots, 1:], tokens.unsqueeze(1)], 1)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that does not make the launching thread wait: through pinned memory on a GPU, none at all on a CPU."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

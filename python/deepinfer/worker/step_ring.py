@@ -1,0 +1,113 @@
+"""Memory of the step ring: one int32 tensor per slot, named views into it.
+
+The core writes a step's plan into a slot and reads `tokens` and `accepted` back. The worker adds fields of its own for what it
+derives on the host, so that everything the device needs travels in one copy. Output fields lie behind the inputs and are
+not part of that copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+OUTPUT_FIELDS = ("tokens", "accepted")
+_ALIGN = 16  # words; keeps every field on its own cache line
+
+# Words of the header, see docs/architecture.md.
+H_KIND, H_STEP_LO, H_STEP_HI, H_ROWS, H_SEQS, H_DECODES, H_SAMPLES, H_DELTAS = range(8)
+H_BLOCK_CLONES, H_STATE_CLONES, H_ZEROES, H_ADMITTED, H_MAX_Q, H_MAX_LEN, H_GRAMMAR, H_PROMPT_LOGPROBS = range(8, 16)
+KIND_IDLE, KIND_PREFILL, KIND_DECODE, KIND_MIXED, KIND_DUMMY = range(5)
+
+FLAG_SAMPLES, FLAG_PROMPT_LOGPROBS, FLAG_PREFILL, FLAG_GRAMMAR = 1, 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Header:
+    """A step's counts as Python integers; `groups` and bounds for the launch come from here, never from the device."""
+
+    kind: int
+    step: int
+    rows: int
+    seqs: int
+    decodes: int
+    samples: int
+    deltas: int
+    block_clones: int
+    state_clones: int
+    zeroes: int
+    admitted: int
+    max_q: int
+    max_len: int
+    grammar_rows: int
+    prompt_logprobs: int
+
+    @classmethod
+    def read(cls, words: NDArray[np.int32]) -> Header:
+        """From the `header` field of a slot."""
+        w: list[int] = words[:16].tolist()
+        step = (w[H_STEP_LO] & 0xFFFFFFFF) | ((w[H_STEP_HI] & 0xFFFFFFFF) << 32)
+        return cls(w[H_KIND], step, *w[H_ROWS:16])
+
+
+class RingSlot:
+    """Views of one slot: `t[name]` is a host tensor, `a[name]` the same memory as a numpy array, `d[name]` the device's copy.
+
+    On a CPU `d` is `t`: nothing is copied.
+    """
+
+    def __init__(self, fields: Sequence[tuple[str, int, int]], words: int, input_words: int, device: torch.device, pinned: bool) -> None:
+        self.host = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
+        self.t = {name: self.host[start : start + n] for name, start, n in fields}
+        self.a = {name: view.numpy() for name, view in self.t.items()}
+        if device.type == "cpu":
+            self.d = self.t
+            self._source = self._target = None
+        else:
+            self._source = self.host[:input_words]
+            self._target = torch.zeros(input_words, dtype=torch.int32, device=device)
+            self.d = {name: self._target[start : start + n] for name, start, n in fields if start < input_words}
+
+    def upload(self) -> None:
+        """Starts the one copy of this step's inputs to the device; on a CPU there is nothing to copy."""
+        if self._target is not None:
+            self._target.copy_(self._source, non_blocking=True)
+
+
+class StepRing:
+    """At least three slots, so that memory of a step is not written again before that step has completed.
+
+    Args:
+        layout: the core's fields as (name, words), in the order the core names them.
+        extra: the worker's own fields as (name, words).
+        device: where the forward runs.
+        pinned: page-locked host memory, for copies that do not stall the launch.
+        slots: number of slots, at least 3.
+    """
+
+    def __init__(
+        self, layout: Sequence[tuple[str, int]], extra: Sequence[tuple[str, int]], device: torch.device, pinned: bool, slots: int = 3
+    ) -> None:
+        if slots < 3:
+            raise ValueError(f"a step ring needs at least 3 slots, got {slots}")
+        self.core_fields = tuple(name for name, _ in layout)
+        inputs = [f for f in layout if f[0] not in OUTPUT_FIELDS] + list(extra)
+        outputs = [f for f in layout if f[0] in OUTPUT_FIELDS]
+        placed, input_words = _place(inputs, 0)
+        placed_out, words = _place(outputs, input_words)
+        self.slots = [RingSlot([*placed, *placed_out], words, input_words, device, pinned) for _ in range(slots)]
+
+    def registration(self) -> list[dict[str, torch.Tensor]]:
+        """What the core registers: per slot its own fields by name."""
+        return [{name: slot.t[name] for name in self.core_fields} for slot in self.slots]
+
+
+def _place(fields: Iterable[tuple[str, int]], start: int) -> tuple[list[tuple[str, int, int]], int]:
+    placed = []
+    for name, words in fields:
+        placed.append((name, start, words))
+        start += -(-max(words, 1) // _ALIGN) * _ALIGN
+    return placed, start
