@@ -12,7 +12,7 @@ mkdir -p "$home/cwd"
 part() { printf '\n== %s (%ss)\n' "$1" "$SECONDS"; }
 
 part "cargo test"
-cargo test --quiet --workspace
+cargo test --quiet --workspace 2>&1 | tee "$home/cargo.log"
 
 part "wheel"
 scripts/wheel.sh ci .work/dist
