@@ -1,0 +1,77 @@
+"""Parses the command line, runs one command and turns what happened into an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+from deepinfer import errors
+from deepinfer.cli import console
+from deepinfer.cli.parser import EXIT_CODES, CommandParser, add_command
+
+COMMANDS = ("generate", "chat", "batch", "bench", "doctor")
+
+_FAILED_WHILE_RUNNING = (errors.EngineDeadError, errors.StepFailedError)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line. Imports no torch."""
+    parser = CommandParser(
+        prog="deepinfer",
+        description="LLM inference: text from a model, a conversation, a file of requests; benchmarks; a check of this machine.",
+        epilog='example:\n  deepinfer generate --model smollm2 --temperature 0 "What is the capital of France?"\n\n' + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"deepinfer {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=CommandParser)
+    for name in COMMANDS:
+        add_command(commands, name, importlib.import_module(f"deepinfer.cli.{name}"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code; never raises for a failure it can name."""
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else console.EXIT_USAGE
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return console.EXIT_INTERRUPTED
+    except BrokenPipeError:
+        console.silence_broken_pipe()
+        return console.EXIT_BROKEN_PIPE
+    except console.UserError as error:
+        console.error_line(error)
+        return console.EXIT_USAGE
+    except (console.RunError, *_FAILED_WHILE_RUNNING) as error:
+        console.error_line(error)
+        return console.EXIT_FAILED
+    except errors.DeepInferError as error:
+        console.error_line(error)
+        return console.EXIT_USAGE
+    except OSError as error:
+        console.error_line(error)
+        return console.EXIT_FAILED
+    except Exception:
+        # A fault of ours: the whole traceback is what a report needs.
+        traceback.print_exc()
+        return console.EXIT_FAILED
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("deepinfer")
+    except PackageNotFoundError:
+        import deepinfer
+
+        return str(getattr(deepinfer, "__version__", "unknown"))

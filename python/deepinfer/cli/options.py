@@ -1,0 +1,166 @@
+"""Options shared by the commands: one table for the engine, one for sampling, each row named like the API argument it sets.
+
+An option that was not given is absent from the result, so that the API's own default (and the model's
+``generation_config.json``) decides. ``tests/cli/test_options.py`` holds the tables against the API's signatures.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer.cli.console import UserError
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: ``name`` is the API's argument; the flag is its spelling with dashes."""
+
+    name: str
+    help: str
+    type: Callable[[str], Any] | None = None  # None: a switch, with a --no- form if negatable
+    choices: tuple[str, ...] | None = None
+    repeat: bool = False
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    negatable: bool = True
+
+    def add_to(self, group: Any) -> None:
+        """Adds the option to a parser or an argument group."""
+        flags = self.flags or ("--" + self.name.replace("_", "-"),)
+        if self.type is None:
+            action = argparse.BooleanOptionalAction if self.negatable else "store_const"
+            constant = {} if self.negatable else {"const": True}
+            group.add_argument(*flags, dest=self.name, action=action, default=None, help=self.help, **constant)
+        else:
+            metavar = self.metavar or (None if self.choices else "TEXT" if self.type is str else "X" if self.type is float else "N")
+            group.add_argument(
+                *flags,
+                dest=self.name,
+                type=self.type,
+                choices=self.choices,
+                action="append" if self.repeat else "store",
+                default=None,
+                metavar=metavar,
+                help=self.help,
+            )
+
+
+ENGINE_OPTIONS = (
+    Option("tokenizer", "tokenizer directory or hub id (default: the model's own)", str, metavar="PATH|ID"),
+    Option("revision", "branch, tag or commit of a hub model", str, metavar="REV"),
+    Option("chat_template", "Jinja file, or the template itself, instead of the model's", str, metavar="FILE|TEXT"),
+    Option("trust_remote_code", "refused: code of a checkpoint is never run", negatable=False),
+    Option("load_format", "how weights are read; dummy needs only a configuration", str, ("auto", "safetensors", "gguf", "dummy")),
+    Option("dtype", "type of weights and KV (default: auto)", str, ("auto", "float32", "bfloat16", "float16")),
+    Option("device", "auto, cpu, cuda or cuda:N (default: auto)", str, metavar="DEVICE"),
+    Option("quantization", "expected format of the weights; checked against the checkpoint", str, metavar="FORMAT"),
+    Option("max_model_len", "most tokens of one sequence, prompt and answer together", int),
+    Option("max_num_seqs", "most sequences running at once", int),
+    Option("max_num_batched_tokens", "most tokens computed in one step", int),
+    Option("block_size", "tokens in a KV block: 16, 32, 64 or 128", int),
+    Option("num_kv_blocks", "size of the KV pool in blocks; excludes --kv-memory-fraction", int),
+    Option(
+        "kv_memory_fraction",
+        "share of the memory that may be used, weights and KV together",
+        float,
+        flags=("--kv-memory-fraction", "--gpu-memory-utilization"),
+    ),
+    Option("enable_prefix_caching", "reuse KV of prompts that begin alike (default: on)"),
+    Option("seed", "makes sampling repeatable", int),
+    Option("num_threads", "torch threads of the step loop", int),
+    Option("quiet", "leave out the report of what fits, which a start prints on stderr", negatable=False),
+)
+
+SAMPLING_OPTIONS = (
+    Option("n", "answers to the prompt", int),
+    Option("temperature", "0 takes the most likely token each time", float),
+    Option("top_p", "keep the most likely tokens whose probabilities reach this", float),
+    Option("top_k", "keep the N most likely tokens; 0 keeps all", int),
+    Option("min_p", "drop tokens below this share of the likeliest one", float),
+    Option("presence_penalty", "lower tokens that were generated already", float),
+    Option("frequency_penalty", "the same, for every time they were", float),
+    Option("repetition_penalty", "divide the logits of tokens in prompt or answer; 1 is off", float),
+    Option("max_tokens", "most tokens to generate", int),
+    Option("min_tokens", "nothing ends the answer before this many tokens", int),
+    Option("stop", "end before this text; may be repeated", str, repeat=True),
+    Option("include_stop_str_in_output", "keep the stop text in the answer"),
+    Option("stop_token_ids", "end after this token id; may be repeated", int, repeat=True, flags=("--stop-token-id",), metavar="ID"),
+    Option("ignore_eos", "go on after the model's end-of-sequence tokens"),
+    Option("logprobs", "with --json: log-probabilities of the N likeliest tokens; -1 is all", int),
+    Option("prompt_logprobs", "with --json: the same for the prompt", int),
+    Option("logit_bias", "add VALUE to the logit of token ID; may be repeated", str, repeat=True, metavar="ID=VALUE"),
+    Option("bad_words", "never generate this text; may be repeated", str, repeat=True, flags=("--bad-word",)),
+    Option("skip_special_tokens", "leave special tokens out of the text (default: on)"),
+    Option("spaces_between_special_tokens", "separate special tokens that are shown (default: on)"),
+    Option("truncate_prompt_tokens", "keep the last N tokens of the prompt; -1 keeps what fits", int),
+    Option("priority", "smaller is served first", int),
+    Option("cache_salt", "share cached prefixes only under the same salt", str),
+    Option("traffic_class", "hint for the prefix cache", str, ("agent", "chat")),
+)
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, omit: tuple[str, ...] = ()) -> None:
+    """Adds ``--model`` and the engine options, without those a command decides itself."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model",
+        "-m",
+        required=True,
+        metavar="PATH|ID|NAME",
+        help="directory, .gguf file, hub id, or smollm2 (the demo model)",
+    )
+    for option in ENGINE_OPTIONS:
+        if option.name not in omit:
+            option.add_to(group)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, omit: tuple[str, ...] = ()) -> None:
+    """Adds the sampling options."""
+    group = parser.add_argument_group("sampling")
+    for option in SAMPLING_OPTIONS:
+        if option.name not in omit:
+            option.add_to(group)
+
+
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of ``LLM`` that were given on the command line.
+
+    Raises:
+        UserError: two options exclude each other.
+    """
+    given = _given(args, ENGINE_OPTIONS)
+    if "num_kv_blocks" in given and "kv_memory_fraction" in given:
+        raise UserError("--num-kv-blocks and --kv-memory-fraction both set the size of the KV pool; give one of them")
+    return {"model": args.model, **given}
+
+
+def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of ``SamplingParams`` that were given on the command line, ``--seed`` among them.
+
+    Raises:
+        UserError: a ``--logit-bias`` is not ``ID=VALUE``.
+    """
+    given = _given(args, SAMPLING_OPTIONS)
+    if getattr(args, "seed", None) is not None:
+        given["seed"] = args.seed
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(_parse_bias(item) for item in given["logit_bias"])
+    return given
+
+
+def _given(args: argparse.Namespace, options: tuple[Option, ...]) -> dict[str, Any]:
+    values: Mapping[str, Any] = vars(args)
+    return {o.name: values[o.name] for o in options if values.get(o.name) is not None}
+
+
+def _parse_bias(item: str) -> tuple[int, float]:
+    left, equals, right = item.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return int(left), float(right)
+    except ValueError:
+        raise UserError(f"--logit-bias {item!r} is not ID=VALUE, for example --logit-bias 42=-100") from None
