@@ -53,23 +53,31 @@ class InputBatch:
         )
 
 
-def one_sequence(ids: Sequence[int], page_tokens: Sequence[int], entries: Sequence[tuple[int, int]], device: torch.device) -> ForwardBatch:
+def one_sequence(
+    ids: Sequence[int], page_tokens: Sequence[int], columns: Sequence[int], slot_maps: Sequence[tuple[int, int]], device: torch.device
+) -> ForwardBatch:
     """A batch of one whole sequence on pages 1, 2, 3, … of every group, for a forward outside the running batch.
 
     Args:
         ids: the sequence.
         page_tokens: tokens of a page, per paged group.
-        entries: per slot map its (group, entries of a page).
+        columns: block-table columns, per paged group; a longer sequence gets more of them if there is one group only.
+        slot_maps: per slot map its (group, entries of a page).
     """
     n = len(ids)
     pos = torch.arange(n)
     slots = []
-    for group, e in entries:
+    for group, e in slot_maps:
         t = page_tokens[group]
         ratio = t // e
         slot = (pos // t + 1) * e + (pos % t) // ratio
         slots.append(torch.where((pos + 1) % ratio == 0, slot, -1).to(device))
-    table = torch.cat([torch.arange(1, -(-n // t) + 1, dtype=torch.int32) for t in page_tokens]).unsqueeze(0)
+    sections = []
+    for t, width in zip(page_tokens, columns, strict=True):
+        pages = torch.arange(1, -(-n // t) + 1, dtype=torch.int32)
+        pad = 0 if len(page_tokens) == 1 else max(0, width - len(pages))
+        sections.append(torch.nn.functional.pad(pages, (0, pad)))
+    table = torch.cat(sections).unsqueeze(0)
     return ForwardBatch(
         ids=torch.tensor(ids, dtype=torch.int64, device=device),
         pos=pos.to(device),

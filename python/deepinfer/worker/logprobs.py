@@ -40,12 +40,15 @@ class HostLogprobs:
 
 
 def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> DeviceLogprobs:
-    """Log-softmax of float32 ``[m, vocab]`` at ``tokens`` int64 ``[m]`` and at the ``count`` most likely ids of each row."""
-    lse = torch.logsumexp(logits, dim=-1, keepdim=True)
+    """Log-softmax of float32 ``[m, vocab]`` at ``tokens`` int64 ``[m]`` and at the ``count`` most likely ids of each row.
+
+    The softmax operator works row by row; a sum over one long row may be split over threads, so it is not used here.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logits.gather(1, tokens.unsqueeze(1))
     rank = (logits > chosen).sum(-1) + 1
     ids = torch.cat([tokens.unsqueeze(1), ranked(logits, count)], 1) if count else tokens.unsqueeze(1)
-    return DeviceLogprobs(ids, logits.gather(1, ids) - lse, rank)
+    return DeviceLogprobs(ids, logprobs.gather(1, ids), rank)
 
 
 def _to_host(t: torch.Tensor, pinned: bool) -> NDArray[np.generic]:

@@ -111,6 +111,11 @@ class SamplingState:
         self.flags[slot] = flags
         self.logprobs[slot] = 0 if p.logprobs is None else min(self._vocab, p.logprobs) if p.logprobs >= 0 else self._vocab
         self._pack(slot, row)
+        if flags & EDITS:
+            # Rows with edits go through every edit that some row of the step needs: what this slot lacks must be empty.
+            for flag, table in ((BIAS, self.bias_ids), (BIAS, self.bias), (BAD_WORDS, self.bad_last)):
+                if not flags & flag and table.data.shape[1]:
+                    table.put(slot, [])
         if flags & BIAS:
             bias = {i: v for i, v in (p.logit_bias or {}).items() if i < self._vocab}
             self.bias_ids.put(slot, list(bias))
@@ -121,12 +126,6 @@ class SamplingState:
             self._put_bad_words(slot, row.bad_word_ids, output)
         if flags & PENALTIES:
             self._count(slot, row.prompt_ids, output)
-
-    def clear_lists(self, slot: int) -> None:
-        """Empties list tables of a slot whose new owner has none, so that it adds nothing when mates use them."""
-        for table in (self.bias_ids, self.bias, self.stop_ids, self.bad_last):
-            if table.data.shape[1]:
-                table.put(slot, [])
 
     def _pack(self, slot: int, row: RowSampling) -> None:
         p, words = row.params, self.host[slot]

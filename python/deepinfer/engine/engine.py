@@ -1,0 +1,413 @@
+"""The step loop: requests in, deltas of token ids out.
+
+The core decides which sequences run, the runner computes, this file passes one to the other. On the decode path it looks only at
+rows the core says somebody must see (streaming or finished) and at rows that want log-probabilities.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer import _core
+from deepinfer.engine.config import EngineConfig, RunConfig
+from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report
+from deepinfer.engine.request import EngineRequest, FinishReason, SequenceDelta, Timing, TokenLogprobs
+from deepinfer.errors import EmptyPromptError, EngineDeadError, InvalidRequestError, PromptTooLongError, TokenOutOfRangeError
+from deepinfer.models import load_model, resolve_model
+from deepinfer.models.base import Model, PagedGroup, StateGroup
+from deepinfer.sampling import derive_seed
+from deepinfer.worker.logprobs import HostLogprobs
+from deepinfer.worker.runner import ModelRunner, RunnerLimits, StepResult
+from deepinfer.worker.sampling_state import RowSampling
+
+_RING_SLOTS = 3
+_FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort", "error")
+# Words of an output row, see docs/architecture.md.
+_O_INDEX, _O_GENERATION, _O_SLOT, _O_FIRST, _O_COUNT, _O_FINISH, _O_FLAGS, _O_ROW = range(8)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What the engine remembers of one sequence between the steps in which somebody must see it."""
+
+    request: EngineRequest
+    index: int
+    sampling: RowSampling
+    timing: Timing
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+    told: bool = False
+
+
+@dataclass
+class EngineCounters:
+    """Totals since the start, for benches and metrics; seconds of the wall clock."""
+
+    steps: int = 0
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    complete_s: float = 0.0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    failed_steps: int = 0
+    requests: int = 0
+
+
+class Engine:
+    """One model, one core, one runner, driven by calls of :meth:`step` from one thread.
+
+    Args:
+        config: settings; the model is loaded and KV allocated here, after saying on stderr what fits.
+
+    Attributes:
+        config, run: settings as given, and as they hold on this machine.
+        plan: KV pools.
+        resolved: where the checkpoint, its configuration and tokenizer are, as `deepinfer.models.resolve_model` found them.
+        counters: totals since the start.
+
+    Raises:
+        ConfigError, CapacityError, ModelNotFoundError, UnsupportedModelError, CheckpointError: nothing has been allocated then.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.run: RunConfig = config.resolve()
+        self.run.platform.prepare(self.run.num_threads)
+        self.resolved = resolve_model(config.model, revision=config.revision, load_format=config.load_format, quantization=config.quantization)
+        check_weights(self.run, self.resolved.weight_bytes(self.run.dtype))
+        self.model: Model = load_model(self.resolved, dtype=self.run.dtype, device=self.run.device)
+        paged, state = self.model.kv_groups(config.block_size)
+        self.plan: KvPlan = plan_kv(config, self.run, paged, state, self.model.max_position, self.model.vocab_size)
+        if not self.run.quiet:
+            print(report(self.run, self.plan, config.model, self.resolved.weight_bytes(self.run.dtype)), file=sys.stderr)
+        self.max_model_len = self.plan.max_model_len
+        self.vocab_size = self.model.vocab_size
+        self.counters = EngineCounters()
+        self._core: Any = _core.Core(self._core_config(paged, state))
+        self._runner = self._make_runner(paged, state)
+        self._core.register_ring(self._runner.ring.registration())
+        self._answers: dict[int, _Answer] = {}
+        self._requests: dict[str, list[int]] = {}
+        self._handle_of_slot: NDArray[np.uint64] = np.zeros(self._num_slots, np.uint64)
+        self._arrivals = itertools.count()
+        self._closed = False
+        gc.collect()
+        gc.freeze()  # weights and modules live for the process: later collections need not walk them
+
+    @property
+    def _num_slots(self) -> int:
+        return self.run.max_num_seqs + 1
+
+    def _core_config(self, paged: Sequence[PagedGroup], state: Sequence[StateGroup]) -> _core.CoreConfig:
+        groups: list[_core.PagedGroup | _core.StateGroup] = [
+            _core.PagedGroup(
+                page_tokens=g.page_tokens, num_pages=pages, sources=[(s.entries_per_page, s.entry_bytes) for s in g.sources]
+            )
+            for g, pages in zip(paged, self.plan.num_pages, strict=True)
+        ]
+        groups += [_core.StateGroup(stored=s.stored, dropped=s.dropped, replicas=s.replicas, ring=s.ring, cut=s.cut) for s in state]
+        dtype = str(self.run.dtype).removeprefix("torch.")
+        return _core.CoreConfig(
+            groups=groups,
+            max_num_seqs=self.run.max_num_seqs,
+            max_num_batched_tokens=self.run.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            ring_slots=_RING_SLOTS,
+            device_ordered=True,
+            prefix_caching=self.config.enable_prefix_caching,
+            model=self.config.model,
+            revision=self.config.revision or "",
+            weight_format=str(self.config.load_format),
+            kv_format=dtype,
+            numerics=f"{self.run.platform.name}/{dtype}",
+        )
+
+    def _make_runner(self, paged: Sequence[PagedGroup], state: Sequence[StateGroup]) -> ModelRunner:
+        block = paged[0].page_tokens
+        row_blocks = -(-self.max_model_len // block)
+        limits = RunnerLimits(
+            max_num_seqs=self.run.max_num_seqs,
+            max_num_batched_tokens=self.run.max_num_batched_tokens,
+            max_draft=0,
+            num_slots=self._num_slots,
+            columns=[row_blocks * (block // g.page_tokens) for g in paged],
+            slot_maps=[(m[0], m[1]) for m in self._core.slot_maps()],
+        )
+        return ModelRunner(
+            self.model,
+            paged,
+            self.plan.num_pages,
+            state,
+            limits,
+            self._core.layout(),
+            self.run.device,
+            self.run.platform.pinned,
+            self._admitted,
+            _RING_SLOTS,
+        )
+
+    # Requests
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queues a request.
+
+        Raises:
+            InvalidRequestError: it could never run, or its id is in use; requests in flight are not disturbed.
+            EngineDeadError: the engine is closed.
+        """
+        self._check_open()
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
+        p = request.params
+        handles: list[int] = self._core.add(
+            request.prompt_ids,
+            max_new_tokens=request.max_new,
+            min_new_tokens=p.min_tokens,
+            eos_ids=list(request.eos_ids),
+            stop_ids=list(p.stop_ids),
+            ignore_eos=p.ignore_eos,
+            priority=request.priority,
+            salt=request.salt,
+            stream=request.stream or bool(p.stop_strings),
+            prompt_logprobs=p.prompt_logprobs is not None,
+            n=p.n,
+        )
+        seeds = self._seeds(request)
+        for index, handle in enumerate(handles):
+            row = RowSampling(p, seeds[index], request.prompt_ids, () if p.ignore_eos else request.eos_ids, request.bad_word_ids)
+            answer = _Answer(request, index, row, Timing(arrival=request.arrival or time.monotonic()))
+            answer.logprobs = None if p.logprobs is None else []
+            if p.prompt_logprobs is not None and index == 0:
+                answer.prompt_logprobs = [None] * len(request.prompt_ids)
+            self._answers[handle] = answer
+        self._requests[request.request_id] = list(handles)
+        self.counters.requests += 1
+
+    def _seeds(self, request: EngineRequest) -> tuple[int, ...]:
+        """The request's own seeds, or ones derived from the engine's seed and the request's number."""
+        number = next(self._arrivals)
+        if len(request.seeds) == request.params.n:
+            return request.seeds
+        first = derive_seed(self.config.seed, number + 1)
+        return tuple(derive_seed(first, i) for i in range(request.params.n))
+
+    def abort(self, request_id: str) -> None:
+        """Ends all answers of a request at once; no delta of it follows. Unknown and finished ids are ignored."""
+        for handle in self._requests.pop(request_id, ()):
+            if self._answers.pop(handle, None) is not None:
+                self._core.abort(handle)
+
+    def stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
+        """Ends one answer after its first ``num_tokens`` tokens, because a stop string was found; no delta of it follows."""
+        for handle in self._requests.get(request_id, ()):
+            answer = self._answers.get(handle)
+            if answer is not None and answer.index == index:
+                self._core.stop_at(handle, num_tokens)
+                self._forget(handle, answer)
+                return
+
+    def has_unfinished(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._answers)
+
+    # Steps
+
+    def step(self) -> list[SequenceDelta]:
+        """Runs one step: schedule, execute, complete. Gives what there is to tell, often nothing.
+
+        A forward that raises ends the requests of that step with ``"error"``; others go on. An interrupt (Ctrl-C) aborts
+        everything, leaves an empty engine, and is raised again.
+        """
+        self._check_open()
+        slot = -1
+        try:
+            begin = time.perf_counter()
+            slot = self._core.schedule(time.monotonic_ns())
+            planned = time.perf_counter()
+            self.counters.schedule_s += planned - begin
+            if slot < 0:
+                return []
+            try:
+                result = self._runner.execute(slot)
+            except Exception as e:
+                return self._fail(slot, e)
+            executed = time.perf_counter()
+            self._core.complete(slot, time.monotonic_ns())
+            slot = -1
+            completed = time.perf_counter()
+            self._count(result, executed - planned, completed - executed)
+            if result.logprobs is not None:
+                self._keep_logprobs(result, result.logprobs)
+            for piece in result.prompt_logprobs:
+                self._keep_prompt_logprobs(piece.state_slot, piece.start, piece.values)
+            return self._deltas()
+        except KeyboardInterrupt:
+            self._interrupted(slot)
+            raise
+
+    def _deltas(self) -> list[SequenceDelta]:
+        """Deltas of the rows that somebody must look at."""
+        notify = self._core.notify()
+        if not len(notify):
+            return []
+        rows = self._core.outputs().reshape(-1, 8)
+        deltas = []
+        for row in rows[notify].tolist():
+            handle = (row[_O_GENERATION] & 0xFFFFFFFF) << 32 | (row[_O_INDEX] & 0xFFFFFFFF)
+            answer = self._answers.get(handle)
+            if answer is not None:
+                deltas.append(self._delta(handle, answer, row))
+        return deltas
+
+    def _delta(self, handle: int, answer: _Answer, row: list[int]) -> SequenceDelta:
+        finish = _FINISH[row[_O_FINISH]]
+        streams = answer.request.stream or bool(answer.request.params.stop_strings)
+        if not streams:
+            tokens = list(self._core.output_tokens(handle))
+        elif row[_O_COUNT] <= 1:
+            tokens = [row[_O_FIRST]] if row[_O_COUNT] else []
+        else:
+            tokens = list(self._core.output_tokens(handle))[-row[_O_COUNT] :]
+        timing = answer.timing
+        timing.last_token = time.monotonic()
+        delta = SequenceDelta(answer.request.request_id, answer.index, tokens, finish, cached_tokens=answer.cached_tokens)
+        if answer.logprobs is not None:
+            delta.logprobs, answer.logprobs = answer.logprobs[: len(tokens)], answer.logprobs[len(tokens) :]
+        if not answer.told:
+            answer.told = True
+            timing.first_token = timing.first_token or timing.last_token
+            delta.prompt_logprobs = answer.prompt_logprobs
+        delta.timing = Timing(timing.arrival, timing.scheduled, timing.first_token, timing.last_token)
+        if finish is not None:
+            self._forget(handle, answer)
+        return delta
+
+    def _admitted(self, handle: int, state_slot: int) -> tuple[RowSampling, Sequence[int]]:
+        """The runner's question when the core has given a sequence a state slot."""
+        self._handle_of_slot[state_slot] = handle
+        answer = self._answers[handle]
+        made: Sequence[int] = self._core.output_tokens(handle)
+        if not answer.timing.scheduled:
+            answer.timing.scheduled = time.monotonic()
+            answer.cached_tokens = self._core.info(handle)["cached_tokens"]
+        return answer.sampling, made
+
+    def _keep_logprobs(self, result: StepResult, values: HostLogprobs) -> None:
+        for i, (state_slot, count) in enumerate(zip(result.logprob_slots, result.logprob_counts, strict=True)):
+            answer = self._answers.get(int(self._handle_of_slot[state_slot]))
+            if answer is not None and answer.logprobs is not None:
+                answer.logprobs.append(_token_logprobs(values, i, count))
+
+    def _keep_prompt_logprobs(self, state_slot: int, start: int, values: HostLogprobs) -> None:
+        answer = self._answers.get(int(self._handle_of_slot[state_slot]))
+        if answer is not None and answer.prompt_logprobs is not None:
+            for i in range(len(values.rank)):
+                answer.prompt_logprobs[start + i] = _token_logprobs(values, i, values.ids.shape[1] - 1)
+
+    def _count(self, result: StepResult, execute_s: float, complete_s: float) -> None:
+        c, h = self.counters, result.header
+        c.steps += 1
+        c.execute_s += execute_s
+        c.complete_s += complete_s
+        c.prefill_tokens += h.rows - h.decodes
+        c.generated_tokens += h.samples
+
+    # Faults and the end
+
+    def _fail(self, slot: int, error: Exception) -> list[SequenceDelta]:
+        """Ends the step's sequences with the error; their KV is released by the core, nothing of it was published."""
+        header = self._runner.ring.slots[slot].a
+        handles = self._handle_of_slot[header["state_row"][: int(header["header"][4])]].tolist()
+        self.counters.failed_steps += 1
+        self._core.fail_step(slot)
+        message = f"the step failed with {type(error).__name__}: {error}"
+        deltas = []
+        for handle in handles:
+            answer = self._answers.get(handle)
+            if answer is not None:
+                self._forget(handle, answer)
+                delta = SequenceDelta(answer.request.request_id, answer.index, [], "error", timing=answer.timing, error=message)
+                deltas.append(delta)
+        return deltas
+
+    def _interrupted(self, slot: int) -> None:
+        if slot >= 0:
+            self._core.fail_step(slot)
+        self.abort_all()
+
+    def abort_all(self) -> None:
+        """Aborts every request and returns all blocks to the pool."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._answers.clear()
+        while (slot := self._core.schedule(time.monotonic_ns())) >= 0:  # carries out the aborts; nothing is left to plan
+            self._core.fail_step(slot)
+
+    def _forget(self, handle: int, answer: _Answer) -> None:
+        self._answers.pop(handle, None)
+        handles = self._requests.get(answer.request.request_id)
+        if handles is not None:
+            handles.remove(handle)
+            if not handles:
+                del self._requests[answer.request.request_id]
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits float32 ``[len(token_ids), vocab_size]`` of every position in one forward, outside the running batch.
+
+        Raises:
+            EmptyPromptError, PromptTooLongError, TokenOutOfRangeError: bad ids; the batch is not disturbed.
+        """
+        self._check_open()
+        ids = [int(i) for i in token_ids]
+        if not ids:
+            raise EmptyPromptError("logits needs at least one token id")
+        if len(ids) > self.max_model_len:
+            raise PromptTooLongError(f"{len(ids)} tokens are above max_model_len {self.max_model_len}; give fewer")
+        bad = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if bad is not None:
+            raise TokenOutOfRangeError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+        return self._runner.logits(ids)
+
+    def core_counts(self) -> Any:
+        """The core's counts of blocks and state slots by state, for tests and metrics."""
+        return self._core.counts()
+
+    def close(self) -> None:
+        """Aborts what runs and releases everything; idempotent."""
+        if self._closed:
+            return
+        self.abort_all()
+        self._closed = True
+        self._core.close()
+        del self._runner, self.model
+        gc.unfreeze()
+        gc.collect()
+        if self.run.platform.name == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("the engine is closed; create another one")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _token_logprobs(values: HostLogprobs, row: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(values.ids[row, : 1 + count].copy(), values.values[row, : 1 + count].copy(), int(values.rank[row]))
