@@ -37,6 +37,10 @@ class CapacityError(ConfigError):
     """Weights or KV do not fit the memory that was given; the message names the setting to change."""
 
 
+class RingLayoutError(ConfigError):
+    """Memory given to the core as a step ring has a wrong size, type or place; the message names the field."""
+
+
 class ModelNotFoundError(DeepInferError):
     """No model under that name: neither a path, a known alias nor a reachable hub id."""
 
@@ -63,3 +67,11 @@ class EngineDeadError(DeepInferError):
 
 class StepFailedError(DeepInferError):
     """One step failed; the requests in it have failed, the engine goes on."""
+
+
+class StepOrderError(DeepInferError, RuntimeError):
+    """A call of the step loop came out of order; the core is unchanged."""
+
+
+class TransferError(DeepInferError, RuntimeError):
+    """KV of a sequence cannot be loaded or saved now; nothing was taken."""
