@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import traceback
 from collections.abc import Sequence
 
 from deepinfer import errors
 from deepinfer.cli import console
-from deepinfer.cli.parser import EXIT_CODES, CommandParser, add_command
+from deepinfer.cli.parser import EXIT_CODES, CommandParser, add_commands
 
-COMMANDS = ("generate", "chat", "batch", "bench", "doctor")
+COMMANDS = {
+    "generate": "answer one prompt; the text streams to stdout",
+    "chat": "talk with a model in the terminal",
+    "batch": "answer a JSONL file of OpenAI batch requests",
+    "bench": "measure this machine: throughput, latency, or the scheduler alone",
+    "doctor": "show the hardware, the libraries, the optional parts and the environment switches",
+}
 
 _FAILED_WHILE_RUNNING = (errors.EngineDeadError, errors.StepFailedError)
 
@@ -27,9 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"deepinfer {_version()}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=CommandParser)
-    for name in COMMANDS:
-        add_command(commands, name, importlib.import_module(f"deepinfer.cli.{name}"))
+    add_commands(parser, "COMMAND", {name: f"deepinfer.cli.{name}" for name in COMMANDS}, COMMANDS)
     return parser
 
 
@@ -37,12 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code; never raises for a failure it can name."""
     try:
         args = build_parser().parse_args(argv)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else console.EXIT_USAGE
-    try:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
+    except SystemExit as stop:  # argparse: help, version, a mistake that it has printed
+        return stop.code if isinstance(stop.code, int) else console.EXIT_USAGE
     except KeyboardInterrupt:
         return console.EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -60,9 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         console.error_line(error)
         return console.EXIT_FAILED
-    except Exception:
-        # A fault of ours: the whole traceback is what a report needs.
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, ImportError) and "_core" in str(error):
+            console.error_line(f"{console.one_line(error)}; deepinfer doctor says what is missing and how to get it")
+        else:  # a fault of ours: the whole traceback is what a report needs
+            traceback.print_exc()
         return console.EXIT_FAILED
 
 

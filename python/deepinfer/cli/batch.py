@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from deepinfer.llm import LLM
     from deepinfer.outputs import RequestOutput
 
-HELP = "answer a JSONL file of OpenAI batch requests"
 USAGE = "--model MODEL [options] IN.jsonl OUT.jsonl"
 EXAMPLES = (
     "deepinfer batch --model smollm2 requests.jsonl answers.jsonl",
@@ -46,11 +45,12 @@ def run(args: argparse.Namespace) -> int:
         raise console.UserError(f"{args.input} is both input and output; name another output file")
     if args.json and args.output == "-":
         raise console.UserError("--json prints its summary on stdout, where the answers go; name an output file")
+    engine = options.engine_arguments(args)
     source = RequestFile(args.input)
     tally = Tally()
     try:
         with AnswerFile(args.output) as target:
-            _answer(args, source, target, tally)
+            _answer(engine, args.served_model_name or args.model, source, target, tally)
     except (KeyboardInterrupt, errors.EngineDeadError):
         if args.output != "-":
             console.note(f"deepinfer: stopped with {tally.answered} answered; the same command goes on from there")
@@ -95,7 +95,7 @@ class _Open:
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
 
-def _answer(args: argparse.Namespace, source: RequestFile, target: AnswerFile, tally: Tally) -> None:
+def _answer(engine: dict[str, Any], model: str, source: RequestFile, target: AnswerFile, tally: Tally) -> None:
     total = source.count()
     pending = _Lines(source, target, tally)
     first = next(pending, None)  # bad lines before it are refused; nothing is loaded when nothing is left to do
@@ -104,8 +104,8 @@ def _answer(args: argparse.Namespace, source: RequestFile, target: AnswerFile, t
     from deepinfer import LLM
 
     start = time.monotonic()
-    with LLM(**options.engine_arguments(args)) as llm, console.progress(total, "batch", "line") as bar:
-        runner = _Runner(llm, args.served_model_name or args.model, target, tally)
+    with LLM(**engine) as llm, console.progress(total, "batch", "line") as bar:
+        runner = _Runner(llm, model, target, tally)
         lines = itertools.chain([first], pending)
         shown = 0
         ended = False

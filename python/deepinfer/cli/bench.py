@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-from typing import Any
 
-from deepinfer.cli.parser import CommandParser, add_command
+from deepinfer.cli.parser import add_commands
 
-HELP = "measure this machine: throughput, latency, or the scheduler alone"
 EXAMPLES = (
     "deepinfer bench throughput --model smollm2 --num-prompts 32 --num-seqs 8 --json",
     "deepinfer bench latency --model smollm2 --num-seqs 1",
     "deepinfer bench scheduler --json",
 )
-KINDS = ("throughput", "latency", "scheduler")
+KINDS = {
+    "throughput": "tokens per second over many prompts submitted at once",
+    "latency": "time to first token, between tokens and of whole answers, for a batch of fixed size",
+    "scheduler": "time scheduling alone, through Python and inside Rust, without a model",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one sub-command per kind of benchmark; each is a module of its own."""
-    kinds: Any = parser.add_subparsers(dest="kind", metavar="WHAT", required=True, parser_class=CommandParser)
-    for name in KINDS:
-        if importlib.util.find_spec(f"deepinfer.cli.bench_{name}") is None:
-            continue
-        add_command(kinds, name, importlib.import_module(f"deepinfer.cli.bench_{name}"))
-
-
-def run(args: argparse.Namespace) -> int:
-    """Never reached: every kind brings its own ``run``, and naming one is required."""
-    raise AssertionError(args.kind)
+    """Adds one sub-command per kind of benchmark; each is a module of its own and brings its own ``run``."""
+    add_commands(parser, "WHAT", {name: f"deepinfer.cli.bench_{name}" for name in KINDS}, KINDS)

@@ -6,7 +6,6 @@ import argparse
 
 from deepinfer.cli import bench_load, console
 
-HELP = "time to first token, between tokens and of whole answers, for a batch of fixed size"
 USAGE = "--model MODEL [options]"
 EXAMPLES = (
     "deepinfer bench latency --model smollm2 --num-seqs 1 --json",
@@ -22,9 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the batches one after another and prints the spread of their times."""
+    engine = bench_load.engine_arguments(args)
     from deepinfer import LLM
 
-    with LLM(**bench_load.engine_arguments(args)) as llm:
+    with LLM(**engine) as llm:
         seed = args.seed or 0
         times: list[bench_load.Timeline] = []
         with console.progress(args.num_iters, "bench", "batch") as bar:

@@ -96,7 +96,8 @@ def timed_run(llm: LLM, prompts: Sequence[list[int]], output_len: int, name: str
             for answer in output.outputs:
                 if answer.finish_reason not in (None, "length"):
                     raise console.RunError(f"a request of the benchmark ended early ({answer.finish_reason}): {answer.error}")
-                times[output.request_id].tokens += [now] * len(answer.token_ids)
+                seen = times[output.request_id].tokens
+                seen += [now] * (len(answer.token_ids) - len(seen))  # outputs hold all tokens so far
             if output.finished:
                 running -= 1
                 if bar is not None:
@@ -127,14 +128,15 @@ def circumstances(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
     """What has to stand beside a figure: model, load, machine, counting rule."""
     import torch
 
+    setting = llm.engine.run
     return {
         "model": args.model,
-        "dtype": llm.dtype,
-        "device": llm.device,
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "device": str(setting.device),
         "input_len": args.input_len,
         "output_len": args.output_len,
         "num_seqs": args.num_seqs,
-        "machine": machine.in_words(llm.device, torch.get_num_threads()),
+        "machine": machine.in_words(str(setting.device), torch.get_num_threads()),
         "counting": COUNTING,
     }
 

@@ -6,7 +6,6 @@ import argparse
 
 from deepinfer.cli import bench_load, console
 
-HELP = "tokens per second over many prompts submitted at once"
 USAGE = "--model MODEL [options]"
 EXAMPLES = (
     "deepinfer bench throughput --model smollm2 --num-prompts 32 --num-seqs 8 --json",
@@ -25,9 +24,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs the load once and prints rates, time to first token and time between tokens."""
     if not 0 <= args.shared_prefix_len <= args.input_len:
         raise console.UserError(f"--shared-prefix-len must be between 0 and --input-len ({args.input_len})")
+    engine = bench_load.engine_arguments(args)
     from deepinfer import LLM
 
-    with LLM(**bench_load.engine_arguments(args)) as llm:
+    with LLM(**engine) as llm:
         seed = args.seed or 0
         warm = bench_load.random_prompts(min(args.num_seqs, args.num_prompts), args.input_len, llm.vocab_size, seed + 1)
         bench_load.timed_run(llm, warm, min(args.output_len, 4), "warm")

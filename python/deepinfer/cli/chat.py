@@ -15,7 +15,6 @@ from deepinfer.sampling import SamplingParams
 if TYPE_CHECKING:
     from deepinfer.llm import LLM
 
-HELP = "talk with a model in the terminal"
 USAGE = "--model MODEL [options]"
 EXAMPLES = (
     "deepinfer chat --model smollm2",
@@ -39,10 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Reads messages until the input ends."""
     values = options.sampling_arguments(args)
+    engine = options.engine_arguments(args)
     SamplingParams(**values)  # a mistake in these shows before the model is loaded
     from deepinfer import LLM
 
-    with LLM(**options.engine_arguments(args)) as llm:
+    with LLM(**engine) as llm:
         if not llm.has_chat_template:
             raise console.UserError(f"{args.model} has no chat template; pass one with --chat-template, or use deepinfer generate --raw")
         params = sampling_params(llm, values)

@@ -13,7 +13,6 @@ from typing import Any
 
 from deepinfer.cli import console, machine
 
-HELP = "show the hardware, the libraries, the optional parts and the environment switches"
 EXAMPLES = ("deepinfer doctor", "deepinfer doctor --env", "deepinfer doctor --json")
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf", "numpy", "jinja2", "tqdm", "triton")

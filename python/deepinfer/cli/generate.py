@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from deepinfer.llm import LLM
     from deepinfer.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
-HELP = "answer one prompt; the text streams to stdout"
 USAGE = "--model MODEL [options] [PROMPT|-]"
 EXAMPLES = (
     'deepinfer generate --model smollm2 --temperature 0 "What is the capital of France?"',
@@ -45,11 +44,12 @@ def run(args: argparse.Namespace) -> int:
         raise console.UserError("--raw uses no chat template, so --system has no place to go; drop one of them")
     if not args.json and ("logprobs" in values or "prompt_logprobs" in values):
         raise console.UserError("log-probabilities are printed with --json only; add it, or drop --logprobs and --prompt-logprobs")
+    engine = options.engine_arguments(args)
     SamplingParams(**values)  # a mistake in these shows before the model is loaded
     start = time.monotonic()
     from deepinfer import LLM
 
-    with LLM(**options.engine_arguments(args)) as llm:
+    with LLM(**engine) as llm:
         loaded = time.monotonic()
         params = sampling_params(llm, values)
         request = prompt if args.raw or (not llm.has_chat_template and args.system is None) else conversation(llm, args.system, prompt)

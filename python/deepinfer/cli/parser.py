@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -16,31 +18,41 @@ exit codes:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose own complaints take one line and exit with 2."""
+    """A parser whose own complaints take one line and exit with 2, and which imports its command's module only when used."""
+
+    module: str | None = None
 
     def error(self, message: str) -> NoReturn:
         console.error_line(f"{message} (see {self.prog} --help)")
         raise SystemExit(console.EXIT_USAGE)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None, **more: Any) -> Any:
+        """Loads the command first; argparse calls this on a sub-parser only when its command was named."""
+        if self.module is not None:
+            name, self.module = self.module, None
+            self._load(importlib.import_module(name))
+        return super().parse_known_args(args, namespace, **more)
 
-def add_command(commands: Any, name: str, module: ModuleType) -> None:
-    """Adds the command of ``module`` to a group of sub-parsers.
+    def _load(self, command: ModuleType) -> None:
+        """Takes over ``add_arguments(parser)``, ``run(args) -> int`` and, if there, ``EXAMPLES`` and ``USAGE`` of a module."""
+        examples = [f"  {line}" for line in getattr(command, "EXAMPLES", ())]
+        self.epilog = "\n".join(["examples:", *examples, "", EXIT_CODES]) if examples else EXIT_CODES
+        if hasattr(command, "USAGE"):
+            self.usage = f"{self.prog} {command.USAGE}"
+        self.set_defaults(run=getattr(command, "run", None))
+        command.add_arguments(self)
 
-    The module offers ``add_arguments(parser)`` and ``run(args) -> int``, and may offer ``HELP`` (one line), ``EXAMPLES``
-    (command lines) and ``USAGE`` (what follows the command in the usage line).
-    """
-    about = getattr(module, "HELP", name)
-    examples = [f"  {line}" for line in getattr(module, "EXAMPLES", ())]
-    parser = commands.add_parser(
-        name,
-        help=about,
-        description=about[0].upper() + about[1:] + ".",
-        epilog="\n".join(["examples:", *examples, "", EXIT_CODES]) if examples else EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    module.add_arguments(parser)
-    if hasattr(module, "USAGE"):
-        parser.usage = f"{parser.prog} {module.USAGE}"
-    if parser.get_default("run") is None:
-        parser.set_defaults(run=module.run)
+
+def add_commands(parser: argparse.ArgumentParser, what: str, modules: Mapping[str, str], about: Mapping[str, str]) -> None:
+    """Adds sub-commands: name → module, and name → one line of help. Importing is left to the moment one is used."""
+    group: Any = parser.add_subparsers(dest=what.lower(), metavar=what, required=True, parser_class=CommandParser)
+    for name, module in modules.items():
+        line = about[name]
+        sub = group.add_parser(
+            name,
+            help=line,
+            description=line[0].upper() + line[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        sub.module = module

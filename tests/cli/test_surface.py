@@ -1,0 +1,167 @@
+"""The command line without a model: help, start-up time, exit codes of mistakes that need nothing loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.running import COMMAND, environment, run
+from deepinfer.cli.app import COMMANDS
+from deepinfer.cli.bench import KINDS
+
+EVERY = [(c,) for c in COMMANDS] + [("bench", k) for k in KINDS]
+
+
+def assert_one_line(result: subprocess.CompletedProcess[bytes], says: str, code: int = 2) -> None:
+    """One line on stderr that says what to change, nothing on stdout, and the exit code."""
+    lines = result.stderr.decode().splitlines()
+    assert result.returncode == code, lines
+    assert len(lines) == 1 and lines[0].startswith("deepinfer: error: ") and says in lines[0], lines
+    assert result.stdout == b""
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; from deepinfer.cli import main; code = main(['--help']); "
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment(), timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    for name in COMMANDS:
+        assert f"  {name} ".encode() in result.stdout
+
+
+@pytest.mark.parametrize("command", EVERY, ids=" ".join)
+def test_every_command_explains_itself_with_an_example(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    from deepinfer.cli.app import main
+
+    assert main([*command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"deepinfer {' '.join(command)}" in text.splitlines()[0]
+    if command != ("bench", "scheduler"):  # its own file says what it prints
+        assert "examples:\n  " in text
+    if command not in (("chat",), ("bench",)):
+        assert "--json" in text
+    assert "exit codes:" in text
+
+
+def test_the_installed_command_is_this_one() -> None:
+    script = Path(sys.executable).with_name("deepinfer")
+    if not script.exists():
+        pytest.skip("the package is on the path, not installed: no deepinfer command beside this python")
+    result = subprocess.run([str(script), "--version"], capture_output=True, timeout=60, check=False)
+    assert result.returncode == 0 and result.stdout.startswith(b"deepinfer ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ((), "COMMAND"),
+        (("frobnicate",), "frobnicate"),
+        (("generate", "hello"), "--model"),
+        (("generate", "--model", "m", "--max-tokens", "many", "hello"), "--max-tokens"),
+        (("generate", "--model", "m", ""), "prompt is empty"),
+        (("generate", "--model", "m", "-"), "prompt is empty"),
+        (("generate", "--model", "m", "--max-tokens", "0", "hello"), "max_tokens"),
+        (("generate", "--model", "m", "--temperature", "-1", "hello"), "temperature"),
+        (("generate", "--model", "m", "--min-tokens", "9", "--max-tokens", "4", "hello"), "min_tokens (9) is above max_tokens (4)"),
+        (("generate", "--model", "m", "-n", "2", "hello"), "-n"),
+        (("generate", "--model", "m", "--n", "2", "--temperature", "0", "hello"), "raise the temperature"),
+        (("generate", "--model", "m", "--raw", "--system", "s", "hello"), "--raw"),
+        (("generate", "--model", "m", "--logprobs", "2", "hello"), "--json"),
+        (("generate", "--model", "m", "--logit-bias", "x", "hello"), "ID=VALUE"),
+        (("generate", "--model", "m", "--num-kv-blocks", "4", "--gpu-memory-utilization", "0.5", "hello"), "give one of them"),
+        (("chat", "--model", "m", "--top-p", "0"), "top_p"),
+        (("bench", "throughput", "--model", "m", "--num-prompts", "0"), "--num-prompts"),
+        (("bench", "throughput", "--model", "m", "--input-len", "4", "--shared-prefix-len", "5"), "--shared-prefix-len"),
+        (("batch", "--model", "m", "missing.jsonl", "out.jsonl"), "missing.jsonl"),
+        (("batch", "--model", "m", ".", "out.jsonl"), "directory"),
+        (("batch", "--model", "m", "--json", "-", "-"), "--json"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else None,
+)
+def test_a_mistake_takes_one_line(argv: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(run(*argv), says)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prompt_that_is_not_utf8_is_refused() -> None:
+    assert_one_line(run("generate", "--model", "m", "-", stdin=b"caf\xe9"), "not UTF-8")
+
+
+def test_batch_input_and_output_must_differ(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"{}\n")
+    assert_one_line(run("batch", "--model", "m", str(path), str(path)), "both input and output")
+    assert path.read_bytes() == b"{}\n"
+
+
+def test_doctor_names_this_machine_and_every_switch() -> None:
+    result = run("doctor", "--json")
+    report = json.loads(result.stdout)
+    assert result.returncode == 0, report["problems"]
+    assert report["problems"] == [] and report["core"]["error"] is None
+    assert report["cpu"]["usable_cores"] > 0 and report["memory"]["total"] > 2**28
+    assert report["libraries"]["torch"] and report["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
+    from deepinfer.engine.environ import SWITCHES
+
+    switches = {s["name"]: s for s in report["switches"]}
+    assert set(switches) == {s.name for s in SWITCHES}
+    assert switches["DEEPINFER_QUIET"]["value"] is True and switches["DEEPINFER_QUIET"]["set"] is True
+    for part in report["optional"]:
+        assert part["present"] or part["install"].startswith("pip install ")
+
+
+def test_doctor_shows_what_a_person_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepinfer.cli import doctor
+    from deepinfer.cli.app import main
+
+    monkeypatch.delenv("DEEPINFER_NUM_THREADS", raising=False)
+    absent = doctor.Part("no-such-part", "no_such_part", "tests", "pip install no-such-part")
+    monkeypatch.setattr(doctor, "OPTIONAL_PARTS", (absent,))
+    assert main(["doctor", "--env"]) == 0
+    text = capsys.readouterr().out
+    assert "no-such-part     tests: missing; get it with: pip install no-such-part" in text
+    assert "DEEPINFER_NUM_THREADS=unset" in text
+    assert main(["doctor"]) == 0
+    assert "DEEPINFER_NUM_THREADS" not in capsys.readouterr().out
+
+
+def test_doctor_fails_when_something_needed_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepinfer.cli import doctor
+    from deepinfer.cli.app import main
+
+    monkeypatch.setattr(doctor, "_LIBRARIES", (*doctor._LIBRARIES, "surely-not-installed"))
+    assert main(["doctor"]) == 1
+    assert "problem: missing libraries: pip install surely-not-installed" in capsys.readouterr().out
+
+
+def test_ctrl_c_and_a_closed_pipe_have_their_own_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepinfer.cli import app, doctor
+
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert app.main(["doctor"]) == 130
+    with subprocess.Popen([*COMMAND, "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # before it writes: it is still starting
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 141
+
+
+def test_a_fault_of_ours_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from deepinfer.cli import app, doctor
+
+    def broken(args: object) -> int:
+        raise ZeroDivisionError("surprise")
+
+    monkeypatch.setattr(doctor, "run", broken)
+    assert app.main(["doctor"]) == 1
+    assert "ZeroDivisionError: surprise" in capsys.readouterr().err
