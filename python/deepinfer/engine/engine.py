@@ -7,11 +7,10 @@ rows the core says somebody must see (streaming or finished) and at rows that wa
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from deepinfer.engine.request import EngineRequest, FinishReason, SequenceDelta,
 from deepinfer.errors import EmptyPromptError, EngineDeadError, InvalidRequestError, PromptTooLongError, TokenOutOfRangeError
 from deepinfer.models import load_model, resolve_model
 from deepinfer.models.base import Model, PagedGroup, StateGroup
-from deepinfer.sampling import derive_seed
 from deepinfer.worker.logprobs import HostLogprobs
 from deepinfer.worker.runner import ModelRunner, RunnerLimits, StepResult
 from deepinfer.worker.sampling_state import RowSampling
@@ -83,7 +81,9 @@ class Engine:
         self.config = config
         self.run: RunConfig = config.resolve()
         self.run.platform.prepare(self.run.num_threads)
-        self.resolved = resolve_model(config.model, revision=config.revision, load_format=config.load_format, quantization=config.quantization)
+        self.resolved = resolve_model(
+            config.model, revision=config.revision, load_format=config.load_format, quantization=config.quantization
+        )
         check_weights(self.run, self.resolved.weight_bytes(self.run.dtype))
         self.model: Model = load_model(self.resolved, dtype=self.run.dtype, device=self.run.device)
         paged, state = self.model.kv_groups(config.block_size)
@@ -99,7 +99,6 @@ class Engine:
         self._answers: dict[int, _Answer] = {}
         self._requests: dict[str, list[int]] = {}
         self._handle_of_slot: NDArray[np.uint64] = np.zeros(self._num_slots, np.uint64)
-        self._arrivals = itertools.count()
         self._closed = False
         gc.collect()
         gc.freeze()  # weights and modules live for the process: later collections need not walk them
@@ -110,9 +109,7 @@ class Engine:
 
     def _core_config(self, paged: Sequence[PagedGroup], state: Sequence[StateGroup]) -> _core.CoreConfig:
         groups: list[_core.PagedGroup | _core.StateGroup] = [
-            _core.PagedGroup(
-                page_tokens=g.page_tokens, num_pages=pages, sources=[(s.entries_per_page, s.entry_bytes) for s in g.sources]
-            )
+            _core.PagedGroup(page_tokens=g.page_tokens, num_pages=pages, sources=[(s.entries_per_page, s.entry_bytes) for s in g.sources])
             for g, pages in zip(paged, self.plan.num_pages, strict=True)
         ]
         groups += [_core.StateGroup(stored=s.stored, dropped=s.dropped, replicas=s.replicas, ring=s.ring, cut=s.cut) for s in state]
@@ -170,6 +167,8 @@ class Engine:
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         p = request.params
+        if len(request.seeds) != p.n:
+            raise InvalidRequestError(f"{len(request.seeds)} seeds were given for n={p.n} answers; give one for each")
         handles: list[int] = self._core.add(
             request.prompt_ids,
             max_new_tokens=request.max_new,
@@ -183,9 +182,8 @@ class Engine:
             prompt_logprobs=p.prompt_logprobs is not None,
             n=p.n,
         )
-        seeds = self._seeds(request)
         for index, handle in enumerate(handles):
-            row = RowSampling(p, seeds[index], request.prompt_ids, () if p.ignore_eos else request.eos_ids, request.bad_word_ids)
+            row = RowSampling(p, request.seeds[index], request.prompt_ids, () if p.ignore_eos else request.eos_ids, request.bad_word_ids)
             answer = _Answer(request, index, row, Timing(arrival=request.arrival or time.monotonic()))
             answer.logprobs = None if p.logprobs is None else []
             if p.prompt_logprobs is not None and index == 0:
@@ -193,14 +191,6 @@ class Engine:
             self._answers[handle] = answer
         self._requests[request.request_id] = list(handles)
         self.counters.requests += 1
-
-    def _seeds(self, request: EngineRequest) -> tuple[int, ...]:
-        """The request's own seeds, or ones derived from the engine's seed and the request's number."""
-        number = next(self._arrivals)
-        if len(request.seeds) == request.params.n:
-            return request.seeds
-        first = derive_seed(self.config.seed, number + 1)
-        return tuple(derive_seed(first, i) for i in range(request.params.n))
 
     def abort(self, request_id: str) -> None:
         """Ends all answers of a request at once; no delta of it follows. Unknown and finished ids are ignored."""

@@ -81,7 +81,7 @@ def plan_kv(
         blocks = min(wanted, budget // block_bytes - 1)
         if blocks < 1:
             raise CapacityError(
-                f"no KV block fits: {_gib(max(budget, 0))} are left for KV and one block of {block_tokens} tokens takes {_gib(block_bytes)}; "
+                f"no KV block fits: {_gib(max(budget, 0))} are left for KV, one block of {block_tokens} tokens takes {_gib(block_bytes)}; "
                 "raise kv_memory_fraction, lower max_num_seqs or block_size, or use a smaller model"
             )
         if blocks * block_tokens < length:
@@ -109,9 +109,10 @@ def kv_budget(run: RunConfig, vocab_size: int) -> int:
 def report(run: RunConfig, plan: KvPlan, name: str, weight_bytes: int) -> str:
     """What fits, in three lines for a person."""
     size = f"{plan.full_sequences:.1f}" if plan.full_sequences < 10 else f"{plan.full_sequences:.0f}"
+    pool = f"{plan.tokens:,} tokens in {plan.num_blocks:,} blocks of {plan.block_tokens}"
     return (
         f"{name} on {run.platform.describe()}, {str(run.dtype).removeprefix('torch.')}\n"
-        f"  weights {_gib(weight_bytes)} · KV {_gib(plan.kv_bytes)} = {plan.tokens:,} tokens in {plan.num_blocks:,} blocks of {plan.block_tokens}\n"
+        f"  weights {_gib(weight_bytes)} · KV {_gib(plan.kv_bytes)} = {pool}\n"
         f"  at most {run.max_num_seqs} sequences in a step; {size} at the full length of {plan.max_model_len:,} tokens · "
         f"to change: max_num_seqs, max_model_len, kv_memory_fraction ({run.kv_memory_fraction:g}) or num_kv_blocks"
     )

@@ -14,8 +14,19 @@ from deepinfer.worker.input_batch import InputBatch, one_sequence
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.logprobs import HostLogprobs, gather_logprobs
 from deepinfer.worker.sampler import Sampler, SampleRows
-from deepinfer.worker.sampling_state import DRAWS, EDITS, LOGPROBS, MIN_LENGTH, MIN_TOKENS, NUM_COLUMNS, PROMPT_LEN, RANKED, TOP_K
-from deepinfer.worker.sampling_state import RowSampling, SamplingState
+from deepinfer.worker.sampling_state import (
+    DRAWS,
+    EDITS,
+    LOGPROBS,
+    MIN_LENGTH,
+    MIN_TOKENS,
+    NUM_COLUMNS,
+    PROMPT_LEN,
+    RANKED,
+    TOP_K,
+    RowSampling,
+    SamplingState,
+)
 from deepinfer.worker.step_ring import FLAG_PROMPT_LOGPROBS, Header, RingSlot, StepRing
 
 _LOGIT_ROWS = 128  # rows whose logits over the whole vocabulary exist at once when a whole prompt wants them

@@ -231,7 +231,7 @@ class Sampler:
 
     def _target(self, packed: torch.Tensor, positions: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         """A whole number in [0, total), float64 ``[m, 1]``."""
-        seed = packed[:, SEED_LOW : SEED_HIGH + 1].contiguous().view(torch.int64).squeeze(1)
+        seed = (packed[:, SEED_HIGH].long() << 32) | (packed[:, SEED_LOW].long() & 0xFFFFFFFF)
         u = uniform(random_bits(seed, positions, 0)).unsqueeze(1)
         return torch.minimum((u * total).floor_(), total - 1).clamp_(min=0)
 

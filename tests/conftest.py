@@ -1,0 +1,37 @@
+"""Options and fixtures that every suite shares."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="device of the tests that run a model: cpu, cuda or cuda:N")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device").startswith("cuda"):
+        # Before CUDA starts: some tests touch it before the first engine does.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+    os.environ.setdefault("DEEPINFER_QUIET", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """Device under test."""
+    name: str = request.config.getoption("--device")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        pytest.exit(f"--device {name}: torch sees no GPU here", returncode=2)
+    return name
