@@ -1,1 +1,43 @@
+"""DeepInfer: an LLM inference engine with a Rust scheduler.
+
+Owns: the names a user imports. Never touches: anything; the parts that need torch are imported when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from deepinfer import errors
+from deepinfer.outputs import CompletionOutput, Logprob, RequestOutput
+from deepinfer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.llm import LLM, AsyncLLM
+    from deepinfer.models import register_model
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "errors",
+    "register_model",
+]
+
+_LATE = {"LLM": "deepinfer.llm", "AsyncLLM": "deepinfer.llm", "register_model": "deepinfer.models.registry"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'deepinfer' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

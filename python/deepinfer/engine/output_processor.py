@@ -56,13 +56,15 @@ class _Answer:
         """Takes in a delta. Gives the number of tokens to stop at if a stop string ended the answer before the engine did."""
         params, new = self.request.params, delta.new_token_ids
         ended_by_token = delta.finish_reason == "stop" and bool(new)
-        for place, token in enumerate(new):
-            self.token_ids.append(token)
-            if self.logprobs is not None and delta.logprobs is not None:
-                self._add_logprobs(delta.logprobs[place])
-            silent = ended_by_token and place == len(new) - 1 and not params.include_stop_str_in_output
-            if self.detokenizer is not None and not silent and self._add_text(self.detokenizer.feed((token,))):
-                return len(self.token_ids) if delta.finish_reason is None or place < len(new) - 1 else None
+        shown = new[:-1] if ended_by_token and not params.include_stop_str_in_output else new
+        # Token by token where a stop string may cut, else at once: the detokenizer gives the same text either way.
+        stride = 1 if self.matcher is not None else max(len(new), 1)
+        for at in range(0, len(new), stride):
+            self.token_ids += new[at : at + stride]
+            for position in delta.logprobs[at : at + stride] if self.logprobs is not None and delta.logprobs is not None else ():
+                self._add_logprobs(position)
+            if self.detokenizer is not None and self._add_text(self.detokenizer.feed(shown[at : at + stride])):
+                return len(self.token_ids) if delta.finish_reason is None else None
         if delta.finish_reason is not None:
             if self.detokenizer is not None and self._add_text(self.detokenizer.flush()):
                 return None  # the engine has ended it already
@@ -217,6 +219,22 @@ def _end(known: _Request, reason: FinishReason, message: str | None) -> RequestO
     for answer in open_ones:
         answer.finish_reason, answer.error = reason, message
     return known.output(a.index for a in open_ones)
+
+
+def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two successive delta outputs of one request as one, for a reader that was slower than the engine."""
+    merged = {c.index: c for c in first.outputs}
+    for new in second.outputs:
+        old = merged.get(new.index)
+        if old is not None:
+            new.text = old.text + new.text
+            new.token_ids = old.token_ids + new.token_ids
+            if old.logprobs is not None and new.logprobs is not None:
+                new.logprobs = old.logprobs + new.logprobs
+        merged[new.index] = new
+    second.outputs = [merged[i] for i in sorted(merged)]
+    second.prompt_logprobs = second.prompt_logprobs or first.prompt_logprobs
+    return second
 
 
 def position_logprobs(at: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:

@@ -90,7 +90,7 @@ class StopMatcher:
             if not ignore:
                 self._node = node
                 return StopMatch(self._seen - len(stop), self._seen, stop)
-            if not a.next[node]:
+            while not a.next[node]:
                 node = a.fail[node]  # a whole stop string that was passed over begins no other
         self._node = node
         return None

@@ -1,0 +1,85 @@
+"""The front's hold on the engine process.
+
+Owns: starting it, ending it for certain, and saying how it ended. Never touches: messages, requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+
+
+class EngineChild:
+    """A started engine process and the front's end of its socket.
+
+    The process does not outlive this object, nor the interpreter, nor a killed front (see `process.follow_parent`). It is a
+    new interpreter, not a fork, and does not import the caller's main module, so scripts need no guard against that.
+    """
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        lifeline, ours = os.pipe()
+        # The kernel's signal follows the thread that starts a process; only the main thread is known to last.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        numbers = (theirs.fileno(), lifeline, parent)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "deepinfer.engine.async_engine.process", *map(str, numbers)],
+                pass_fds=numbers[:2],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # the terminal's Ctrl-C is the front's to handle
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+            )
+        except BaseException:
+            self.socket.close()
+            os.close(ours)
+            raise
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        self._end = weakref.finalize(self, _end, self.process, self.socket, ours)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    def hang_up(self) -> None:
+        """Tells the process to end after the step in work."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def end(self, seconds: float = 5.0) -> None:
+        """Waits for the process to end by itself, then makes it end; idempotent. Call :meth:`hang_up` first."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        self._end()
+
+    def how_it_ended(self, seconds: float = 0.5) -> str:
+        """In words, for an error message."""
+        try:
+            status = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        if status >= 0:
+            return f"ended with status {status}"
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"was killed by signal {-status}"
+
+
+def _end(process: subprocess.Popen[bytes], sock: socket.socket, lifeline: int) -> None:
+    sock.close()
+    os.close(lifeline)
+    for end in (process.terminate, process.kill):
+        if process.poll() is not None:
+            return
+        end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2.0)

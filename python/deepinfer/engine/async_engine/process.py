@@ -1,0 +1,197 @@
+"""The engine's process: one thread that reads commands, steps, and sends what there is to tell.
+
+Owns: the loop, and ending with its parent. Never touches: text. Started by `client` as
+``python -m deepinfer.engine.async_engine.process SOCKET_FD LIFELINE_FD PARENT_PID``, where PARENT_PID is 0 if the
+kernel is not to end this process with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.engine.async_engine import wire
+
+if TYPE_CHECKING:
+    from deepinfer.engine.request import EngineLike
+
+_PR_SET_PDEATHSIG = 1
+
+
+def follow_parent(lifeline: int, parent: int) -> None:
+    """Ends this process when the parent does, whatever this one is doing.
+
+    A thread waits for the end of a pipe that only the parent holds open: it is blocked in the system call, so it never
+    competes with the step loop. On Linux the kernel also sends SIGKILL, which works even while another child of the parent
+    holds a copy of the pipe; it does so when the *thread* that started us ends, so ``parent`` is 0 unless that was the main one.
+    """
+
+    def wait() -> None:
+        while os.read(lifeline, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent-lifeline", daemon=True).start()
+    if sys.platform == "linux" and parent:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the kernel was told
+            os._exit(1)
+
+
+class EngineLoop:
+    """Commands in, steps, news out, over one socket that never blocks a step."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._unpacker = wire.Unpacker()
+        self._unsent: deque[memoryview] = deque()
+        self._commands: deque[Any] = deque()
+        self._open = True
+
+    def stop(self, *_: object) -> None:
+        """Ends the loop after the step in work; also the SIGTERM handler."""
+        self._open = False
+
+    def first(self) -> Any:
+        """Waits for the first message; ``None`` if the front has gone."""
+        while self._open and not self._commands:
+            self._wait()
+        return self._commands.popleft() if self._commands else None
+
+    def run(self, engine: EngineLike) -> None:
+        """Serves until told to close or the front has gone."""
+        while self._open:
+            self._read()
+            while self._commands and self._open:
+                self._obey(engine, self._commands.popleft())
+            if not self._open:
+                break
+            if engine.has_unfinished():
+                deltas = engine.step()
+                if deltas:
+                    self.send(wire.Deltas(deltas))
+                self._flush()
+            else:
+                self._wait()
+
+    def _obey(self, engine: EngineLike, command: Any) -> None:
+        match command:
+            case wire.Add(request):
+                try:
+                    engine.add_request(request)
+                except Exception as e:
+                    self.send(wire.Rejected(request.request_id, wire.ErrorData.of(e)))
+            case wire.Abort(request_id):
+                engine.abort(request_id)
+            case wire.StopAt(request_id, index, num_tokens):
+                engine.stop_at(request_id, index, num_tokens)
+            case wire.Logits(call, token_ids):
+                try:
+                    self.send(wire.LogitsDone(call, engine.logits(token_ids)))
+                except Exception as e:
+                    self.send(wire.LogitsDone(call, None, wire.ErrorData.of(e)))
+            case wire.Close():
+                self.stop()
+
+    def send(self, message: Any) -> None:
+        """Queues a message and sends what the socket takes now."""
+        self._unsent.append(memoryview(wire.pack(message)))
+        self._flush()
+
+    def drain(self, seconds: float = 5.0) -> None:
+        """Sends what is queued before the process ends, if the front still reads."""
+        with contextlib.suppress(OSError):
+            self._sock.settimeout(seconds)
+            while self._unsent:
+                self._sock.sendall(self._unsent.popleft())
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                sent = self._sock.send(self._unsent[0])
+                if sent < len(self._unsent[0]):
+                    self._unsent[0] = self._unsent[0][sent:]
+                    return
+                self._unsent.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._open = False  # nobody reads any more
+
+    def _read(self) -> None:
+        try:
+            while data := self._sock.recv(1 << 18):
+                self._commands.extend(self._unpacker.feed(data))
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._open = False  # the front closed its end
+
+    def _wait(self) -> None:
+        """Sleeps until there is something to read, or room for what is unsent."""
+        select.select([self._sock], [self._sock] if self._unsent else [], [], 1.0)
+        self._flush()
+        self._read()
+
+
+def build(start: wire.Start) -> EngineLike:
+    """The engine that a front asked for."""
+    if start.models:
+        from deepinfer.models import register_model
+
+        for architecture, target in start.models.items():
+            register_model(architecture, target)
+    module, _, name = start.factory.partition(":")
+    engine: EngineLike = getattr(importlib.import_module(module), name)(start.config)
+    return engine
+
+
+def serve(sock: socket.socket) -> int:
+    """Builds the engine and serves; gives the exit status."""
+    loop = EngineLoop(sock)
+    # The terminal's Ctrl-C is the front's to handle; it aborts requests or closes us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = loop.first()
+    if start is None:
+        return 0
+    engine: EngineLike | None = None
+    try:
+        engine = build(start)
+        run = getattr(engine, "run", None)
+        signal.signal(signal.SIGTERM, loop.stop)  # until here it ends us at once
+        loop.send(wire.Ready(engine.max_model_len, engine.vocab_size, getattr(run, "max_num_seqs", 0)))
+        loop.run(engine)
+        return 0
+    except Exception as e:
+        loop.send(wire.Died(wire.ErrorData.of(e)))
+        if engine is not None:
+            raise  # a fault in a running engine: the trace belongs on stderr
+        return 1
+    finally:
+        loop.drain()
+        if engine is not None:
+            with contextlib.suppress(Exception):
+                engine.close()
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point; ``arguments`` are the numbers named at the head of this file."""
+    fd, lifeline, parent = map(int, arguments)
+    follow_parent(lifeline, parent)
+    return serve(socket.socket(fileno=fd))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""What goes over the socket between front and engine process.
+
+Owns: messages, their framing (4 bytes of length, then a pickle), and errors as data. Never touches: what is done with them.
+Both ends are this program, started by one user; nothing else can reach the socket, which has no name.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer import errors
+from deepinfer.engine.request import EngineRequest, SequenceDelta
+
+LENGTH = struct.Struct("<I")
+
+
+@dataclass(slots=True)
+class Start:
+    """First message to the process: what to build, and where to import from."""
+
+    config: Any
+    factory: str
+    models: dict[str, str] = field(default_factory=dict)  # architectures registered in the front's process
+
+
+@dataclass(slots=True)
+class Add:
+    """Queue a request."""
+
+    request: EngineRequest
+
+
+@dataclass(slots=True)
+class Abort:
+    """End a request."""
+
+    request_id: str
+
+
+@dataclass(slots=True)
+class StopAt:
+    """End one answer after ``num_tokens`` tokens."""
+
+    request_id: str
+    index: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Logits:
+    """Compute logits of all positions; answered by :class:`LogitsDone`."""
+
+    call: int
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class Close:
+    """End the process."""
+
+
+@dataclass(slots=True)
+class ErrorData:
+    """An exception as data: its class by name, so that an error of a foreign library needs no import in the front."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorData:
+        """Keeps the class of our own errors; of others, the name goes into the message."""
+        kind = type(error).__name__
+        if isinstance(error, errors.DeepInferError) and hasattr(errors, kind):
+            return cls(kind, str(error))
+        return cls("EngineDeadError", f"{kind}: {error}")
+
+    def exception(self) -> errors.DeepInferError:
+        """The exception again."""
+        made: errors.DeepInferError = getattr(errors, self.kind)(self.message)
+        return made
+
+
+@dataclass(slots=True)
+class Ready:
+    """The engine is built."""
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+
+
+@dataclass(slots=True)
+class Deltas:
+    """News of one step."""
+
+    deltas: list[SequenceDelta]
+
+
+@dataclass(slots=True)
+class Rejected:
+    """A request that could not be queued."""
+
+    request_id: str
+    error: ErrorData
+
+
+@dataclass(slots=True)
+class LogitsDone:
+    """Answer to :class:`Logits`."""
+
+    call: int
+    values: NDArray[np.float32] | None
+    error: ErrorData | None = None
+
+
+@dataclass(slots=True)
+class Died:
+    """Last message of a process that cannot go on; before :class:`Ready`, why it could not be built."""
+
+    error: ErrorData
+
+
+def pack(message: Any) -> bytes:
+    """A message as bytes to send."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
+
+
+class Unpacker:
+    """Messages out of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Takes in bytes; gives the messages that are complete."""
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                return
+            message = pickle.loads(memoryview(self._buffer)[LENGTH.size : end])
+            del self._buffer[:end]
+            yield message

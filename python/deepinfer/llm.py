@@ -1,0 +1,397 @@
+"""What a user imports: `LLM` for scripts and batches, `AsyncLLM` for servers.
+
+Owns: the two front ends. Never touches: tensors, scheduling, HTTP. `LLM` drives an engine in this process; `AsyncLLM`
+(`deepinfer.engine.async_engine`) keeps one in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from deepinfer.engine.async_engine import AsyncLLM
+from deepinfer.engine.chat_template import Message
+from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.input_processor import ModelLimits, Prompt, PromptDict, match_params, split_conversations, split_prompts
+from deepinfer.engine.interrupt import hold_interrupts
+from deepinfer.engine.output_processor import OutputMode, OutputProcessor
+from deepinfer.engine.request import EngineRequest
+from deepinfer.engine.text_side import load_text_side
+from deepinfer.engine.tokenizer import Tokenizer
+from deepinfer.errors import EngineDeadError, InvalidRequestError
+from deepinfer.outputs import RequestOutput
+from deepinfer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from deepinfer.engine.engine import Engine
+
+__all__ = ["LLM", "AsyncLLM"]
+
+
+class LLM:
+    """A model and the engine that runs it, in this process.
+
+    Use it as a context manager, or call :meth:`close`. Not to be used from several threads at once; see `AsyncLLM` for that.
+
+    Args: see :class:`~deepinfer.engine.config.EngineConfig`, which checks them.
+
+    Raises:
+        ConfigError, CapacityError, ModelNotFoundError, UnsupportedModelError, UnsupportedConfigError,
+        UnsupportedFormatError, CheckpointError: the model cannot be run as asked; the message says what to change.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        chat_template: str | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        quantization: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 64,
+        num_kv_blocks: int | None = None,
+        kv_memory_fraction: float | None = None,
+        gpu_memory_utilization: float | None = None,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+        load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto",
+        trust_remote_code: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.config = EngineConfig.from_args(
+            model,
+            tokenizer=tokenizer,
+            revision=revision,
+            chat_template=chat_template,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_kv_blocks=num_kv_blocks,
+            kv_memory_fraction=kv_memory_fraction,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+            load_format=load_format,
+            trust_remote_code=trust_remote_code,
+            **settings,
+        )
+        from deepinfer.engine.engine import Engine
+
+        self._engine: Engine | None = Engine(self.config)
+        try:
+            text = load_text_side(self.config, self._engine.resolved)
+        except BaseException:
+            self._engine.close()
+            raise
+        self._inputs = text.input_processor(ModelLimits(self._engine.max_model_len, self._engine.vocab_size))
+        self._outputs = OutputProcessor(text.tokenizer)
+        self._made: list[RequestOutput] = []  # outputs not yet given out: whoever drives the engine may make those of others
+        self._streams: set[str] = set()  # requests whose outputs a stream() iterator takes
+        self.max_num_seqs: int = self._engine.run.max_num_seqs
+
+    # What it is
+
+    def __repr__(self) -> str:
+        state = "closed" if self._engine is None else f"{len(self._outputs)} unfinished"
+        return f"LLM({self.config.model!r}, max_model_len={self.max_model_len}, {state})"
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath. Raises EngineDeadError after :meth:`close`."""
+        if self._engine is None:
+            raise EngineDeadError("this LLM is closed; create another one")
+        return self._engine
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self._inputs.limits.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids the model gives logits for."""
+        return self._inputs.limits.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All ids that end a sequence."""
+        return self._inputs.eos_ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether :meth:`chat` can be used."""
+        return self._inputs.chat_template is not None
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError if the model has none."""
+        return self._inputs.tokenizer
+
+    def default_sampling_params(self, **values: Any) -> SamplingParams:
+        """The sampling defaults of the model's `generation_config.json`, overridden by ``values``."""
+        return self._inputs.default_params(**values)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling defaults of the model's `generation_config.json`."""
+        return self._inputs.default_params()
+
+    # All at once
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers prompts; results are in the order of the prompts.
+
+        Args:
+            prompts: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}``, or a list of these.
+            sampling_params: for all, or one for each; ``None`` = the model's defaults.
+            use_tqdm: show a progress bar when stderr is a terminal.
+
+        Raises:
+            InvalidRequestError: one of the prompts or sampling values is wrong; nothing has been submitted then, and the
+                message starts with the prompt's place when there are several.
+            EngineDeadError: the engine has stopped.
+
+        A request that fails later has ``finish_reason="error"`` in its output; the others are complete. Ctrl-C aborts
+        the requests of this call; the LLM can be used on.
+        """
+        chosen = split_prompts(prompts)
+        params = match_params(self.get_default_sampling_params() if sampling_params is None else sampling_params, len(chosen))
+        return self._run(chosen, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, as :meth:`generate` does.
+
+        Without ``sampling_params`` an answer may be as long as the model's length allows.
+
+        Raises:
+            InvalidRequestError: also when the model has no chat template or the template refuses the messages.
+        """
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in split_conversations(messages)
+        ]
+        defaults = self.default_sampling_params(max_tokens=None) if sampling_params is None else sampling_params
+        return self._run(prompts, match_params(defaults, len(prompts)), use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Message], **template_values: Any) -> PromptDict:
+        """A conversation as a prompt for :meth:`generate`, :meth:`stream` or :meth:`add_request`.
+
+        Takes ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``documents`` and the template's own variables.
+        """
+        return self._inputs.chat_prompt(messages, **template_values)
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits float32 ``[len(token_ids), vocab_size]`` of every position, in one forward."""
+        return self.engine.logits(token_ids)
+
+    def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        if not prompts:
+            return []
+        ids = [self._inputs.new_request_id() for _ in prompts]
+        requests = self._prepare_all(prompts, params, ids)
+        done: dict[str, RequestOutput] = {}
+        with _progress(len(prompts), use_tqdm) as bar, self._aborting(ids):
+            for request, text in requests:
+                self._submit(request, text, "final")
+            wanted = set(ids)
+            while len(done) < len(wanted):
+                self._advance()
+                for output in self._take(lambda request_id: request_id in wanted):
+                    done[output.request_id] = output
+                    bar.update(1)
+        return [done[i] for i in ids]
+
+    def _prepare_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], ids: Sequence[str]
+    ) -> list[tuple[EngineRequest, str | None]]:
+        prepared = []
+        for place, (prompt, values, request_id) in enumerate(zip(prompts, params, ids, strict=True)):
+            try:
+                prepared.append(self._inputs.prepare(prompt, values, request_id, stream=False))
+            except InvalidRequestError as e:
+                raise (type(e)(f"prompt {place}: {e}") if len(prompts) > 1 else e) from None
+        return prepared
+
+    # As it comes
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, mode: OutputMode = "delta"
+    ) -> Iterator[RequestOutput]:
+        """Answers one prompt piece by piece.
+
+        ``mode="delta"``: each output holds only what is new; ``"cumulative"``: all so far. Closing the iterator (or
+        leaving it) aborts the request. A wrong prompt raises here, before the first piece.
+        """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        request_id = self._inputs.new_request_id()
+        request, text = self._inputs.prepare(prompt, params, request_id, stream=True)
+        self._submit(request, text, mode)
+        return _Stream(self, request_id)
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None, stream: bool = False
+    ) -> str:
+        """Queues a prompt for :meth:`step`; gives its id.
+
+        Args:
+            request_id: chosen if ``None``; must differ from those of unfinished requests.
+            stream: report after every token (cumulative outputs) instead of once at the end.
+
+        Raises:
+            InvalidRequestError: the request is wrong; nothing has been queued.
+        """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        request_id = self._inputs.new_request_id() if request_id is None else request_id
+        if not isinstance(request_id, str) or request_id in self._outputs:
+            raise InvalidRequestError(f"request id {request_id!r} is in use or no string; choose another")
+        request, text = self._inputs.prepare(prompt, params, request_id, stream=stream)
+        self._submit(request, text, "cumulative" if stream else "final")
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step of the engine; gives the outputs with news of requests from :meth:`add_request`."""
+        if len(self._outputs):
+            self._advance()
+        return self._take(lambda request_id: request_id not in self._streams)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has something to do or to give."""
+        return bool(self._made) or len(self._outputs) > 0
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request; gives what it had so far, with finish reason "abort". ``None`` if it is unknown or finished."""
+        if self._engine is not None:
+            self._engine.abort(request_id)
+        self._made = [o for o in self._made if o.request_id != request_id]
+        return self._outputs.drop(request_id)
+
+    def _submit(self, request: EngineRequest, text: str | None, mode: OutputMode) -> None:
+        self.engine.add_request(request)
+        self._outputs.add(request, text, mode)
+
+    def _advance(self) -> None:
+        """One step. Ctrl-C waits for its end, so that no step is left half done and no output is lost."""
+        engine = self.engine
+        with hold_interrupts():
+            if not engine.has_unfinished():
+                raise EngineDeadError(f"the engine has lost {', '.join(self._outputs.ids())}; create another LLM")
+            self._made += self._outputs.process(engine.step(), engine.stop_at)
+
+    def _take(self, mine: Callable[[str], bool]) -> list[RequestOutput]:
+        """Outputs of the chosen requests; the rest stays for others."""
+        taken = [o for o in self._made if mine(o.request_id)]
+        self._made = [o for o in self._made if not mine(o.request_id)]
+        return taken
+
+    def _aborting(self, ids: Sequence[str]) -> _AbortOnError:
+        return _AbortOnError(self, ids)
+
+    # The end
+
+    def close(self) -> None:
+        """Aborts what runs and gives memory back; idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _AbortOnError:
+    """Aborts requests when the block is left by an exception, an interrupt included."""
+
+    def __init__(self, llm: LLM, ids: Sequence[str]) -> None:
+        self._llm, self._ids = llm, ids
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            with hold_interrupts():
+                for request_id in self._ids:
+                    self._llm.abort(request_id)
+
+
+class _Stream(Iterator[RequestOutput]):
+    """Outputs of one request; drives the engine as far as needed."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm = llm
+        self._id = request_id
+        self._done = False
+        self._ready: deque[RequestOutput] = deque()
+        llm._streams.add(request_id)
+
+    def __next__(self) -> RequestOutput:
+        try:
+            while not self._ready and not self._done:
+                self._ready.extend(self._llm._take(lambda request_id: request_id == self._id))
+                if not self._ready:
+                    self._llm._advance()
+        except BaseException:
+            self.close()
+            raise
+        if not self._ready:
+            raise StopIteration
+        output = self._ready.popleft()
+        if output.finished:
+            self._end()
+        return output
+
+    def close(self) -> None:
+        """Aborts the request if it has not ended; idempotent."""
+        if not self._done:
+            self._end()
+            self._llm.abort(self._id)
+
+    def _end(self) -> None:
+        self._done = True
+        self._llm._streams.discard(self._id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _progress(total: int, wanted: bool) -> Any:
+    """A progress bar on stderr if it is wanted and stderr is a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="generate", unit="prompt", dynamic_ncols=True, disable=None if wanted else True)
