@@ -75,21 +75,8 @@ def test_code_of_a_checkpoint_is_refused_with_the_reason(capfd: pytest.CaptureFi
 
 def test_a_pool_that_holds_nothing_names_the_setting(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = write_config(tmp_path / "m")
-    line = fails_with_one_line(
-        capfd,
-        "bench",
-        "latency",
-        "--model",
-        model,
-        "--load-format",
-        "dummy",
-        "--device",
-        "cpu",
-        "--num-kv-blocks",
-        "1",
-        "--block-size",
-        "16",
-    )
+    pool = ("--num-kv-blocks", "1", "--block-size", "16")
+    line = fails_with_one_line(capfd, "bench", "latency", "--model", model, "--load-format", "dummy", "--device", "cpu", *pool)
     assert "num_kv_blocks" in line
 
 
