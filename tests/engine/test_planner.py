@@ -58,7 +58,7 @@ def test_no_more_is_taken_than_all_sequences_need() -> None:
 
 def test_on_a_gpu_the_fraction_counts_what_is_in_use() -> None:
     run = RunConfig(FixedMemory("cuda", 1000 << 20, 900 << 20), torch.float32, 8, 512, 0.8, None, True)
-    p = plan_kv(EngineConfig(model="m"), run, [GROUP], [], 100_000, 100)
+    p = plan_kv(EngineConfig(model="m"), run, [GROUP], [], 10_000_000, 100)
     budget = int(0.8 * (1000 << 20)) - (100 << 20) - (6 * 8 * 100 * 4 + (256 << 20))
     assert p.num_blocks == budget // BLOCK - 1
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,17 @@ from numpy.typing import NDArray
 
 from deepinfer import _core
 from deepinfer.engine.config import EngineConfig, RunConfig
-from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report
+from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, FinishReason, SequenceDelta, Timing, TokenLogprobs
-from deepinfer.errors import EmptyPromptError, EngineDeadError, InvalidRequestError, PromptTooLongError, TokenOutOfRangeError
+from deepinfer.errors import (
+    EmptyPromptError,
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    StepFailedError,
+    StepOrderError,
+    TokenOutOfRangeError,
+)
 from deepinfer.models import load_model, resolve_model
 from deepinfer.models.base import Model, PagedGroup, StateGroup
 from deepinfer.worker.logprobs import HostLogprobs
@@ -28,6 +37,7 @@ from deepinfer.worker.runner import ModelRunner, RunnerLimits, StepResult
 from deepinfer.worker.sampling_state import RowSampling
 
 _RING_SLOTS = 3
+_OUTPUT_WORDS = _core.OUTPUT_WORDS
 _FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort", "error")
 # Words of an output row, see docs/architecture.md.
 _O_INDEX, _O_GENERATION, _O_SLOT, _O_FIRST, _O_COUNT, _O_FINISH, _O_FLAGS, _O_ROW = range(8)
@@ -66,33 +76,37 @@ class Engine:
 
     Args:
         config: settings; the model is loaded and KV allocated here, after saying on stderr what fits.
+        progress: called with (bytes loaded, bytes in all) while weights load.
 
     Attributes:
         config, run: settings as given, and as they hold on this machine.
         plan: KV pools.
         resolved: where the checkpoint, its configuration and tokenizer are, as `deepinfer.models.resolve_model` found them.
         counters: totals since the start.
+        last_failure: the error of the latest failed step, its cause attached.
 
     Raises:
         ConfigError, CapacityError, ModelNotFoundError, UnsupportedModelError, CheckpointError: nothing has been allocated then.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
         self.config = config
         self.run: RunConfig = config.resolve()
         self.run.platform.prepare(self.run.num_threads)
         self.resolved = resolve_model(
             config.model, revision=config.revision, load_format=config.load_format, quantization=config.quantization
         )
-        check_weights(self.run, self.resolved.weight_bytes(self.run.dtype))
-        self.model: Model = load_model(self.resolved, dtype=self.run.dtype, device=self.run.device)
+        weights = weight_bytes(self.resolved, self.run.dtype)
+        check_weights(self.run, weights)
+        self.model: Model = load_model(self.resolved, self.run.dtype, self.run.device, config.load_format, config.seed, progress)
         paged, state = self.model.kv_groups(config.block_size)
         self.plan: KvPlan = plan_kv(config, self.run, paged, state, self.model.max_position, self.model.vocab_size)
         if not self.run.quiet:
-            print(report(self.run, self.plan, config.model, self.resolved.weight_bytes(self.run.dtype)), file=sys.stderr)
+            print(report(self.run, self.plan, config.model, weights), file=sys.stderr)
         self.max_model_len = self.plan.max_model_len
         self.vocab_size = self.model.vocab_size
         self.counters = EngineCounters()
+        self.last_failure: StepFailedError | None = None
         self._core: Any = _core.Core(self._core_config(paged, state))
         self._runner = self._make_runner(paged, state)
         self._core.register_ring(self._runner.ring.registration())
@@ -123,9 +137,9 @@ class Engine:
             ring_slots=_RING_SLOTS,
             device_ordered=True,
             prefix_caching=self.config.enable_prefix_caching,
-            model=self.config.model,
-            revision=self.config.revision or "",
-            weight_format=str(self.config.load_format),
+            model=self.resolved.model_id,
+            revision=self.resolved.revision,
+            weight_format="dummy" if self.config.load_format == "dummy" else self.resolved.weight_format,
             kv_format=dtype,
             numerics=f"{self.run.platform.name}/{dtype}",
         )
@@ -178,7 +192,7 @@ class Engine:
             ignore_eos=p.ignore_eos,
             priority=request.priority,
             salt=request.salt,
-            stream=request.stream or bool(p.stop_strings),
+            stream=_streams(request),
             prompt_logprobs=p.prompt_logprobs is not None,
             n=p.n,
         )
@@ -220,21 +234,20 @@ class Engine:
         everything, leaves an empty engine, and is raised again.
         """
         self._check_open()
-        slot = -1
         try:
             begin = time.perf_counter()
             slot = self._core.schedule(time.monotonic_ns())
             planned = time.perf_counter()
             self.counters.schedule_s += planned - begin
             if slot < 0:
-                return []
+                self._core.flush()
+                return self._deltas()
             try:
                 result = self._runner.execute(slot)
             except Exception as e:
                 return self._fail(slot, e)
             executed = time.perf_counter()
             self._core.complete(slot, time.monotonic_ns())
-            slot = -1
             completed = time.perf_counter()
             self._count(result, executed - planned, completed - executed)
             if result.logprobs is not None:
@@ -243,43 +256,46 @@ class Engine:
                 self._keep_prompt_logprobs(piece.state_slot, piece.start, piece.values)
             return self._deltas()
         except KeyboardInterrupt:
-            self._interrupted(slot)
+            self._interrupted()
             raise
 
-    def _deltas(self) -> list[SequenceDelta]:
+    def _deltas(self, error: str | None = None) -> list[SequenceDelta]:
         """Deltas of the rows that somebody must look at."""
         notify = self._core.notify()
         if not len(notify):
             return []
-        rows = self._core.outputs().reshape(-1, 8)
+        rows = np.frombuffer(self._core.outputs(), np.int32).reshape(-1, _OUTPUT_WORDS)[notify.tolist()]
         deltas = []
-        for row in rows[notify].tolist():
+        for row in rows.tolist():
             handle = (row[_O_GENERATION] & 0xFFFFFFFF) << 32 | (row[_O_INDEX] & 0xFFFFFFFF)
             answer = self._answers.get(handle)
             if answer is not None:
-                deltas.append(self._delta(handle, answer, row))
+                deltas.append(self._delta(handle, answer, row, error))
         return deltas
 
-    def _delta(self, handle: int, answer: _Answer, row: list[int]) -> SequenceDelta:
+    def _delta(self, handle: int, answer: _Answer, row: list[int], error: str | None) -> SequenceDelta:
         finish = _FINISH[row[_O_FINISH]]
-        streams = answer.request.stream or bool(answer.request.params.stop_strings)
-        if not streams:
-            tokens = list(self._core.output_tokens(handle))
-        elif row[_O_COUNT] <= 1:
-            tokens = [row[_O_FIRST]] if row[_O_COUNT] else []
+        request = answer.request
+        if not _streams(request):
+            tokens = self._core.output_tokens(handle).tolist()
+        elif row[_O_COUNT] == 1:
+            tokens = [row[_O_FIRST]]
         else:
-            tokens = list(self._core.output_tokens(handle))[-row[_O_COUNT] :]
-        timing = answer.timing
-        timing.last_token = time.monotonic()
-        delta = SequenceDelta(answer.request.request_id, answer.index, tokens, finish, cached_tokens=answer.cached_tokens)
+            tokens = self._core.output_tokens(handle).tolist()[-row[_O_COUNT] :] if row[_O_COUNT] else []
+        delta = SequenceDelta(request.request_id, answer.index, tokens, finish, cached_tokens=answer.cached_tokens)
         if answer.logprobs is not None:
             delta.logprobs, answer.logprobs = answer.logprobs[: len(tokens)], answer.logprobs[len(tokens) :]
         if not answer.told:
             answer.told = True
-            timing.first_token = timing.first_token or timing.last_token
             delta.prompt_logprobs = answer.prompt_logprobs
-        delta.timing = Timing(timing.arrival, timing.scheduled, timing.first_token, timing.last_token)
+        if not answer.timing.first_token or finish is not None:
+            times = self._core.info(handle)
+            answer.timing.first_token = times["first_token_ns"] / 1e9
+        answer.timing.last_token = time.monotonic()
+        delta.timing = replace(answer.timing)
         if finish is not None:
+            if finish == "error":
+                delta.error = error or "the engine ended this request"
             self._forget(handle, answer)
         return delta
 
@@ -287,11 +303,11 @@ class Engine:
         """The runner's question when the core has given a sequence a state slot."""
         self._handle_of_slot[state_slot] = handle
         answer = self._answers[handle]
-        made: Sequence[int] = self._core.output_tokens(handle)
         if not answer.timing.scheduled:
-            answer.timing.scheduled = time.monotonic()
-            answer.cached_tokens = self._core.info(handle)["cached_tokens"]
-        return answer.sampling, made
+            info = self._core.info(handle)
+            answer.timing.scheduled = info["admitted_ns"] / 1e9
+            answer.cached_tokens = info["cached_tokens"]
+        return answer.sampling, self._core.output_tokens(handle).tolist()
 
     def _keep_logprobs(self, result: StepResult, values: HostLogprobs) -> None:
         for i, (state_slot, count) in enumerate(zip(result.logprob_slots, result.logprob_counts, strict=True)):
@@ -316,24 +332,19 @@ class Engine:
     # Faults and the end
 
     def _fail(self, slot: int, error: Exception) -> list[SequenceDelta]:
-        """Ends the step's sequences with the error; their KV is released by the core, nothing of it was published."""
-        header = self._runner.ring.slots[slot].a
-        handles = self._handle_of_slot[header["state_row"][: int(header["header"][4])]].tolist()
+        """Ends the step's sequences with the error; the core releases their KV, nothing of it was published."""
         self.counters.failed_steps += 1
         self._core.fail_step(slot)
-        message = f"the step failed with {type(error).__name__}: {error}"
-        deltas = []
-        for handle in handles:
-            answer = self._answers.get(handle)
-            if answer is not None:
-                self._forget(handle, answer)
-                delta = SequenceDelta(answer.request.request_id, answer.index, [], "error", timing=answer.timing, error=message)
-                deltas.append(delta)
-        return deltas
+        failure = StepFailedError(f"the step failed with {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self.last_failure = failure
+        return self._deltas(str(failure))
 
-    def _interrupted(self, slot: int) -> None:
-        if slot >= 0:
-            self._core.fail_step(slot)
+    def _interrupted(self) -> None:
+        """Empties the engine after an interrupt, wherever in a step it came: the step in flight, if any, has failed."""
+        for slot in range(_RING_SLOTS):
+            with suppress(StepOrderError):  # this slot holds no step in flight
+                self._core.fail_step(slot)
         self.abort_all()
 
     def abort_all(self) -> None:
@@ -369,9 +380,13 @@ class Engine:
             raise TokenOutOfRangeError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
         return self._runner.logits(ids)
 
-    def core_counts(self) -> Any:
-        """The core's counts of blocks and state slots by state, for tests and metrics."""
+    def core_counts(self) -> dict[str, Any]:
+        """The core's blocks of each group and state slots by state, for metrics and tests."""
         return self._core.counts()
+
+    def core_stats(self) -> dict[str, int]:
+        """The core's totals since the start (steps, preemptions, hit tokens, …) and its queues now, for metrics and tests."""
+        return self._core.stats()
 
     def close(self) -> None:
         """Aborts what runs and releases everything; idempotent."""
@@ -397,6 +412,11 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _streams(request: EngineRequest) -> bool:
+    """Whether somebody reads each step's tokens: stop strings are looked for in the text as it grows."""
+    return request.stream or bool(request.params.stop_strings)
 
 
 def _token_logprobs(values: HostLogprobs, row: int, count: int) -> TokenLogprobs:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.errors import CapacityError
+from deepinfer.models import ResolvedModel, resolve_architecture
 from deepinfer.models.base import PagedGroup, StateGroup
 from deepinfer.worker.kv_cache import state_bytes
 
@@ -116,6 +120,16 @@ def report(run: RunConfig, plan: KvPlan, name: str, weight_bytes: int) -> str:
         f"  at most {run.max_num_seqs} sequences in a step; {size} at the full length of {plan.max_model_len:,} tokens · "
         f"to change: max_num_seqs, max_model_len, kv_memory_fraction ({run.kv_memory_fraction:g}) or num_kv_blocks"
     )
+
+
+def weight_bytes(resolved: ResolvedModel, dtype: torch.dtype) -> int:
+    """Bytes of a model's parameters in the run dtype, from its configuration alone: nothing is allocated or read.
+
+    Raises:
+        UnsupportedModelError, UnsupportedConfigError: as loading it would.
+    """
+    empty = resolve_architecture(resolved.architecture).from_config(resolved.config, dtype, torch.device("meta"))
+    return sum(math.prod(shape) for shape in empty.parameter_shapes().values()) * dtype.itemsize
 
 
 def check_weights(run: RunConfig, weight_bytes: int) -> None:

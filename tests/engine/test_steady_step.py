@@ -1,0 +1,82 @@
+"""A decode step with nothing to tell costs Python the same for any number of sequences, and never waits for the device."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer.engine.engine import Engine
+from deepinfer.sampling import SamplingParams
+from engine_kit import make_engine, random_prompts, request, tiny_checkpoint
+from sync_guard import HiddenSyncError, forbid_sync
+
+
+def decoding(device: str, count: int, **values: Any) -> Engine:
+    """An engine in the middle of decoding ``count`` sequences."""
+    engine = make_engine(tiny_checkpoint("llama"), device, max_num_seqs=64)
+    params = SamplingParams(max_tokens=200, ignore_eos=True, **values)
+    for i, prompt in enumerate(random_prompts([40] * count)):
+        engine.add_request(request(str(i), prompt, params))
+    while engine.core_stats()["decoding"] < count:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    return engine
+
+
+def calls_of_a_step(engine: Engine) -> Counter[str]:
+    """Python and C functions called in one step, by name."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            calls[f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"] += 1
+        elif event == "c_call":
+            calls[str(getattr(arg, "__qualname__", arg))] += 1
+
+    sys.setprofile(note)
+    try:
+        told = engine.step()
+    finally:
+        sys.setprofile(None)
+    assert told == []
+    return calls
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0}, {"temperature": 0.8, "top_k": 20}, {"temperature": 1.0, "repetition_penalty": 1.2}])
+def test_python_calls_of_a_steady_step_do_not_grow_with_sequences(device: str, values: dict[str, Any]) -> None:
+    with decoding(device, 8, **values) as few:
+        small = calls_of_a_step(few)
+    with decoding(device, 64, **values) as many:
+        large = calls_of_a_step(many)
+    assert small.total() > 50
+    assert small == large
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "values", [{"temperature": 0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}, {"temperature": 1.0, "min_tokens": 5}]
+)
+def test_the_launch_path_never_waits_for_the_gpu(values: dict[str, Any]) -> None:
+    with decoding("cuda", 8, **values) as engine:
+        core, runner = engine._core, engine._runner
+        for _ in range(3):
+            slot = core.schedule(0)
+            with torch.inference_mode(), forbid_sync():
+                runner.launch(slot)
+            runner.wait()
+            core.complete(slot, 0)
+
+
+@pytest.mark.gpu
+def test_the_guard_sees_what_it_forbids() -> None:
+    x = torch.ones(4, device="cuda")
+    for wait in (lambda: x.sum().item(), lambda: x[x > 0], torch.cuda.synchronize, lambda: torch.cuda.Event().synchronize()):
+        with pytest.raises((HiddenSyncError, RuntimeError)), forbid_sync():
+            wait()
+    assert x.sum().item() == 4
