@@ -7,7 +7,7 @@ import torch
 
 from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig
-from deepinfer.errors import ConfigError
+from deepinfer.errors import ConfigError, UnsupportedFormatError
 from deepinfer.platforms import available_devices, get_platform
 from deepinfer.platforms.cpu import CpuPlatform
 from deepinfer.platforms.cuda import CudaPlatform
@@ -48,6 +48,11 @@ def test_a_wrong_setting_names_itself_and_what_to_use(settings: dict[str, object
     with pytest.raises(ConfigError) as e:
         EngineConfig(**{"model": "m", **settings})  # type: ignore[arg-type]
     assert all(name in str(e.value) for name in names)
+
+
+def test_a_quantization_that_is_not_read_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedFormatError, match="'awq'"):
+        EngineConfig(model="m", quantization="awq")
 
 
 def test_an_unknown_setting_lists_the_known_ones() -> None:

@@ -12,10 +12,11 @@ from typing import Any, Literal, get_args
 import torch
 
 from deepinfer.engine import environ
-from deepinfer.errors import ConfigError
+from deepinfer.errors import ConfigError, UnsupportedFormatError
 from deepinfer.platforms import Platform, get_platform
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+QUANTIZATIONS = ("fp8", "gguf")
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = {
     "float32": torch.float32,
@@ -44,7 +45,7 @@ class EngineConfig:
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``. ``auto`` is bfloat16 on a GPU and on processors with bf16
             dot products (AVX512-BF16, AMX, Arm BF16), float32 on others.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; ``auto`` takes ``DEEPINFER_ACCELERATOR``, then a GPU if there is one.
-        quantization: only what the checkpoint itself declares is read; naming another format is refused by the loader.
+        quantization: ``fp8`` or ``gguf`` to insist on it; what a checkpoint declares is read anyway. Others are refused by name.
         max_model_len: longest prompt plus answer, in tokens; ``None`` = the model's own limit, lowered to what the KV memory holds.
         max_num_seqs: most sequences in one step; ``None`` = 64 on a CPU, 256 on a GPU (never above ``max_num_batched_tokens``).
         max_num_batched_tokens: most token rows in one step; longer prompts are cut in chunks. ``None`` = 512 on a CPU, 8192 on a GPU.
@@ -62,6 +63,7 @@ class EngineConfig:
 
     Raises:
         ConfigError: a value is out of range or two conflict; the message says what to change.
+        UnsupportedFormatError: a quantization that is not read.
     """
 
     model: str
@@ -103,6 +105,10 @@ class EngineConfig:
         _positive("num_threads", self.num_threads)
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size!r}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise UnsupportedFormatError(
+                f"quantization {self.quantization!r} is not read; {' and '.join(QUANTIZATIONS)} checkpoints are, without naming it"
+            )
         if self.load_format not in get_args(LoadFormat):
             raise ConfigError(f"load_format must be one of {', '.join(get_args(LoadFormat))}, got {self.load_format!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from deepinfer import _core
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
-from deepinfer.engine.request import EngineRequest, FinishReason, SequenceDelta, Timing, TokenLogprobs
+from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.errors import (
+    ConfigError,
     EmptyPromptError,
     EngineDeadError,
     InvalidRequestError,
@@ -30,8 +31,9 @@ from deepinfer.errors import (
     StepOrderError,
     TokenOutOfRangeError,
 )
-from deepinfer.models import load_model, resolve_model
+from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, PagedGroup, StateGroup
+from deepinfer.outputs import FinishReason
 from deepinfer.worker.logprobs import HostLogprobs
 from deepinfer.worker.runner import ModelRunner, RunnerLimits, StepResult
 from deepinfer.worker.sampling_state import RowSampling
@@ -93,9 +95,8 @@ class Engine:
         self.config = config
         self.run: RunConfig = config.resolve()
         self.run.platform.prepare(self.run.num_threads)
-        self.resolved = resolve_model(
-            config.model, revision=config.revision, load_format=config.load_format, quantization=config.quantization
-        )
+        self.resolved = resolve_model(config.model, config.revision, config.load_format)
+        _check_quantization(config.quantization, self.resolved)
         weights = weight_bytes(self.resolved, self.run.dtype)
         check_weights(self.run, weights)
         self.model: Model = load_model(self.resolved, self.run.dtype, self.run.device, config.load_format, config.seed, progress)
@@ -412,6 +413,14 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _check_quantization(asked: str | None, found: ResolvedModel) -> None:
+    if asked is not None and asked != found.weight_format:
+        raise ConfigError(
+            f"quantization={asked!r}, but {found.name} holds {found.weight_format} weights; leave quantization out: "
+            "what a checkpoint declares is read"
+        )
 
 
 def _streams(request: EngineRequest) -> bool:

@@ -6,6 +6,7 @@ They are those of the model, before bias, penalties, masks and temperature.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,8 @@ class DeviceLogprobs:
 
     def to_host(self, pinned: bool) -> HostLogprobs:
         """Starts the copy to the host; on a GPU its memory is valid once the step's event has passed."""
-        return HostLogprobs(*(_to_host(t, pinned) for t in (self.ids.to(torch.int32), self.values, self.rank.to(torch.int32))))
+        ids, rank = self.ids.to(torch.int32), self.rank.to(torch.int32)
+        return HostLogprobs(_to_host(ids, pinned), _to_host(self.values, pinned), _to_host(rank, pinned))
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> D
     return DeviceLogprobs(ids, logprobs.gather(1, ids), rank)
 
 
-def _to_host(t: torch.Tensor, pinned: bool) -> NDArray[np.generic]:
+def _to_host(t: torch.Tensor, pinned: bool) -> NDArray[Any]:
     if not pinned:
         return t.numpy()
     return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True).numpy()

@@ -65,16 +65,17 @@ class RingSlot:
         self.a = {name: view.numpy() for name, view in self.t.items()}
         if device.type == "cpu":
             self.d = self.t
-            self._source = self._target = None
+            self._copy: tuple[torch.Tensor, torch.Tensor] | None = None
         else:
-            self._source = self.host[:input_words]
-            self._target = torch.zeros(input_words, dtype=torch.int32, device=device)
-            self.d = {name: self._target[start : start + n] for name, start, n in fields if start < input_words}
+            target = torch.zeros(input_words, dtype=torch.int32, device=device)
+            self._copy = (self.host[:input_words], target)
+            self.d = {name: target[start : start + n] for name, start, n in fields if start < input_words}
 
     def upload(self) -> None:
         """Starts the one copy of this step's inputs to the device; on a CPU there is nothing to copy."""
-        if self._target is not None:
-            self._target.copy_(self._source, non_blocking=True)
+        if self._copy is not None:
+            source, target = self._copy
+            target.copy_(source, non_blocking=True)
 
 
 class StepRing:

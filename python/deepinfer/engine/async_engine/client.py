@@ -82,7 +82,7 @@ class AsyncLLM:
 
         self.config = EngineConfig.from_args(model, **settings)
         c = self.config
-        resolved = resolve_model(c.model, revision=c.revision, load_format=c.load_format, quantization=c.quantization)
+        resolved = resolve_model(c.model, revision=c.revision, load_format=c.load_format)
         self._begin(EngineChild(), wire.Start(c, ENGINE, registrations()))
         try:
             self._text: TextSide = load_text_side(c, resolved)
