@@ -168,7 +168,7 @@ class Detokenizer:
         data = table.token_bytes(token_id)
         if self._at_start and scheme is not None:
             if data and scheme.metaspace is not None and scheme.metaspace_drops_first:
-                data = data.replace(b" ", b"") if data.isspace() else data.lstrip(b" ")
+                data = data.replace(b" ", b"")
                 self._at_start = False
             if self._strip:
                 bare = data
