@@ -1,1 +1,51 @@
-//! placeholder
+//! The engine's scheduler.
+//!
+//! Owns: the sequences and their order, which rows a step has, which blocks and state slots a sequence holds, the step
+//! buffers (caller-owned memory, written in place), what a completed step means (append, stop, publish, release), outputs.
+//!
+//! Never touches: Python, tensors, streams, kernels, text, tokenisers, grammar matching, sampling arithmetic, sockets,
+//! files, threads of its own, wall clocks (time is an argument), names of models. What a model needs of KV is its list of
+//! [`GroupSpec`]s.
+//!
+//! One owner calls [`Scheduler`] with `&mut self`; every other thread talks to it through its [`Inbox`].
+
+mod admit;
+mod complete;
+mod config;
+mod end;
+mod error;
+mod fill;
+mod fork;
+mod inbox;
+mod kv;
+mod lanes;
+mod layout;
+mod mail;
+mod metrics;
+mod output;
+mod plan;
+mod pool;
+mod preempt;
+mod prepared;
+mod publish;
+mod ring;
+mod scheduler;
+mod transfers;
+mod waiting;
+
+pub use config::{Config, ConfigError, GroupSpec, HitRule, Limits, Policy, Section, SlotMap, Source};
+pub use error::{StepError, TransferError};
+pub use inbox::{Inbox, Outcome};
+pub use layout::{Field, HEADER_WORDS, header, seq_flag};
+pub use metrics::Metrics;
+pub use output::{FIRST, OUTPUT_WORDS, Outputs, STREAMS, out};
+pub use plan::{Plan, StepKind};
+pub use pool::{Finish, Status, Times};
+pub use prepared::{PrepFlags, Prepared, Reject};
+pub use ring::{FieldView, LayoutError, POISON, RingView};
+pub use scheduler::{Counters, Info, Scheduler};
+pub use transfers::{Load, Save};
+
+pub use deepinfer_kvindex::{
+    Block, BlockHash, Counts, Event, Extra, ExtraKind, Part, Root, Seq, StateSlot, StepId, Tier, TransferId,
+};

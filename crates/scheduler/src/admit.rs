@@ -1,0 +1,305 @@
+//! Admission: from the head of the queue, everything a sequence needs at once or nothing.
+
+use crate::fork::Sharing;
+use crate::lanes::{NewLane, flag};
+use crate::pool::Status;
+use crate::scheduler::Scheduler;
+use crate::waiting::{Class, Place};
+use deepinfer_kvindex::{Block, Owner, Part, Seq, StateSlot};
+
+/// Candidates behind a refused head that one step looks at.
+const SCAN: u32 = 8;
+
+enum Try {
+    /// Admitted with this many rows.
+    In(u32),
+    /// Lacks blocks.
+    NoRoom,
+    /// The step's command lists are full: next step.
+    Later,
+}
+
+/// Where the leading blocks of a sequence come from.
+#[derive(Clone, Copy)]
+enum Start {
+    Hit { blocks: u32, leaf: Block },
+    Fork(Sharing),
+}
+
+impl Scheduler {
+    /// Admits waiting sequences while rows, lanes and resources last.
+    pub(crate) fn admit(&mut self, mut budget: u32) {
+        if self.waiting.is_empty() || !self.room_for_one(budget) {
+            return;
+        }
+        let step = self.step + 1;
+        if !self.waiting.worth_a_scan(self.kv.available(), step) {
+            return;
+        }
+        self.waiting.forget_refusal();
+        self.commands.deltas = (0..self.lanes.len())
+            .filter(|&lane| self.lanes.rows[lane] > 0)
+            .map(|lane| (self.lanes.blocks[lane] - self.lanes.told[lane]) * self.geometry.pages_per_block)
+            .sum();
+        let mut refused = None;
+        let mut tried = 0;
+        let mut at = self.waiting.head();
+        while let Some(place) = at
+            && self.room_for_one(budget)
+        {
+            match self.try_admit(&place, budget) {
+                Try::In(rows) => {
+                    budget -= rows;
+                    if let Some(head) = refused {
+                        self.count_pass(head);
+                        at = self.waiting.after(&place);
+                    } else {
+                        at = self.waiting.head();
+                    }
+                }
+                Try::Later => break,
+                Try::NoRoom => {
+                    if refused.is_none() {
+                        refused = Some(place);
+                        self.waiting.refuse(self.kv.available(), step);
+                    }
+                    tried += 1;
+                    at = self.waiting.after(&place);
+                }
+            }
+            if let Some(head) = refused
+                && !self.may_pass(&head, tried)
+            {
+                break;
+            }
+        }
+        if let Some(head) = refused
+            && self.lanes.len() == 0
+        {
+            self.reclaim_held(&head, budget);
+        }
+    }
+
+    fn room_for_one(&self, budget: u32) -> bool {
+        budget > 0
+            && self.lanes.len() < self.limits.max_num_seqs as usize
+            && self.kv.available() + self.held_waiting() > 0
+            && self.kv.states.available(self.kv.now) + self.held_waiting() > 0
+    }
+
+    /// Waiting sequences that own blocks and a slot already.
+    fn held_waiting(&self) -> u32 {
+        self.transfers.delivered()
+    }
+
+    /// Whether others may be admitted past a refused head. Nobody passes a preempted one; while nothing runs the whole queue
+    /// is looked at, so that whatever fits goes.
+    fn may_pass(&self, head: &Place, tried: u32) -> bool {
+        if self.lanes.len() == 0 {
+            return true;
+        }
+        let passed = self.seqs.get(head.seq()).map_or(0, |c| c.passed);
+        head.class == Class::New && tried <= SCAN && passed < self.policy.bypass
+    }
+
+    fn count_pass(&mut self, head: Place) {
+        if let Some(cold) = self.seqs.get_mut(head.seq()) {
+            cold.passed += 1;
+        }
+    }
+
+    /// Nothing runs and the head does not fit: waiting sequences that hold loaded KV give it up, newest first.
+    fn reclaim_held(&mut self, head: &Place, budget: u32) {
+        loop {
+            let newest = self
+                .waiting
+                .iter()
+                .rev()
+                .find(|p| *p != head && self.seqs.get(p.seq()).is_some_and(|c| c.holding.is_some()))
+                .copied();
+            let Some(newest) = newest else { return };
+            self.drop_delivered(newest.seq());
+            if let Try::In(_) = self.try_admit(head, budget) {
+                return;
+            }
+        }
+    }
+
+    fn try_admit(&mut self, place: &Place, budget: u32) -> Try {
+        let seq = place.seq();
+        let Some(cold) = self.seqs.get(seq) else {
+            self.waiting.remove(place);
+            return Try::NoRoom;
+        };
+        let target = cold.history.len() as u32;
+        let all = target.div_ceil(self.geometry.block_tokens);
+        if !self.commands.has_room(all * self.geometry.pages_per_block, &self.layout, &self.geometry) {
+            return Try::Later;
+        }
+        if cold.holding.is_some() {
+            return self.admit_held(seq, all, budget);
+        }
+        let start = self.sharing(seq).map_or_else(|| self.prefix_of(seq, target), Start::Fork);
+        let (blocks, leaf) = match start {
+            Start::Hit { blocks, leaf } => (blocks, leaf),
+            Start::Fork(sharing) => (sharing.blocks, sharing.leaf),
+        };
+        let need = all - blocks;
+        let cost = need + self.kv.blocks.pin_cost(leaf) + self.headroom();
+        if cost > self.kv.available() {
+            return Try::NoRoom;
+        }
+        let Some(slot) = self.kv.states.alloc(self.kv.now) else { return Try::NoRoom };
+        let mut row = std::mem::take(&mut self.scratch);
+        row.clear();
+        if !leaf.is_null() {
+            self.kv.pin_chain(leaf, Owner::Sequence, &mut row);
+        }
+        if !self.kv.blocks.alloc_many(self.kv.now, Owner::Sequence, need, &mut row) {
+            // Cannot happen: the cost was compared with what is available. Undo it rather than trust that.
+            self.kv.misuse += 1;
+            if !leaf.is_null() {
+                self.kv.unpin(leaf, Owner::Sequence, deepinfer_kvindex::Fence::Step(self.kv.launched));
+            }
+            self.kv.release_slot(slot, deepinfer_kvindex::Fence::Open);
+            self.scratch = row;
+            return Try::NoRoom;
+        }
+        if let Some(cold) = self.seqs.get_mut(seq) {
+            cold.published = blocks;
+            cold.cursor = leaf;
+        }
+        let computed = match start {
+            Start::Hit { blocks, .. } => blocks << self.geometry.shift,
+            Start::Fork(sharing) => {
+                self.clone_from_parent(&sharing, row.get(blocks as usize).copied(), slot);
+                sharing.computed
+            }
+        };
+        let cloned = matches!(start, Start::Fork(_));
+        let rows = self.take_lane(seq, slot, &row, computed, cloned, budget);
+        self.scratch = row;
+        Try::In(rows)
+    }
+
+    /// Longest usable prefix in the index: whole blocks, at most all but one token of the history.
+    fn prefix_of(&self, seq: Seq, target: u32) -> Start {
+        let none = Start::Hit { blocks: 0, leaf: Block::NULL };
+        let Some(cold) = self.seqs.get(seq) else { return none };
+        if !self.prefix_caching || cold.flags.prompt_logprobs {
+            return none;
+        }
+        let most = (((target - 1) >> self.geometry.shift) as usize).min(cold.hashes.len());
+        let mut hit = self.kv.blocks.find_prefix(&cold.hashes[..most]);
+        if self.needs_slice() {
+            hit = self.kv.blocks.shorten_to(hit, Part::StateSlice);
+        }
+        Start::Hit { blocks: hit.blocks as u32, leaf: hit.leaf }
+    }
+
+    /// Blocks kept free for the growth of those who run, so that an admission does not preempt them at once.
+    fn headroom(&self) -> u32 {
+        let running = self.lanes.len() as u32;
+        if running == 0 {
+            0
+        } else {
+            ((running + 1) * self.policy.headroom_tokens).div_ceil(self.geometry.block_tokens)
+        }
+    }
+
+    /// Admits a sequence whose KV was loaded: its blocks and slot are its own already.
+    fn admit_held(&mut self, seq: Seq, all: u32, budget: u32) -> Try {
+        let held = self.seqs.get(seq).and_then(|c| c.holding.as_ref()).map_or(0, |h| h.row.len() as u32);
+        let need = all.saturating_sub(held);
+        if need > 0 && need + self.headroom() > self.kv.available() {
+            return Try::NoRoom;
+        }
+        let Some(mut holding) = self.seqs.get_mut(seq).and_then(|c| c.holding.take()) else { return Try::NoRoom };
+        self.kv.blocks.alloc_many(self.kv.now, Owner::Sequence, need, &mut holding.row);
+        let rows = self.take_lane(seq, holding.slot, &holding.row, holding.computed, true, budget);
+        Try::In(rows)
+    }
+
+    /// Gives a sequence its lane and table row. Returns the rows of its first chunk.
+    fn take_lane(
+        &mut self,
+        seq: Seq,
+        slot: StateSlot,
+        row: &[Block],
+        done: u32,
+        keeps_state: bool,
+        budget: u32,
+    ) -> u32 {
+        self.unqueue(seq);
+        self.seqs.set_status(seq, Status::Running);
+        for (index, &block) in row.iter().enumerate() {
+            self.kv.tables.set(slot.0, index as u32, block);
+        }
+        let now = self.now;
+        let Some(cold) = self.seqs.get_mut(seq) else { return 0 };
+        let target = cold.history.len() as u32;
+        let mut flags = 0;
+        if !cold.stops.is_empty() || cold.least > target {
+            flags |= flag::STOPS;
+        }
+        for (on, bit) in [
+            (cold.flags.stream, flag::STREAM),
+            (cold.flags.grammar, flag::GRAMMAR),
+            (cold.flags.prompt_logprobs, flag::LOGPROBS),
+        ] {
+            flags |= if on { bit } else { 0 };
+        }
+        cold.cached_tokens = done;
+        cold.passed = 0;
+        let recomputed = cold.preemptions > 0;
+        if cold.times.admitted == 0 {
+            cold.times.admitted = now;
+        }
+        let new = NewLane {
+            seq,
+            state: slot.0,
+            confirmed: done,
+            target,
+            limit: cold.limit,
+            blocks: row.len() as u32,
+            stops: cold.lane_stops,
+            flags,
+            priority: cold.priority,
+            arrival: cold.arrival,
+        };
+        let lane = self.lanes.push(&new, &mut self.seqs);
+        let rows = self.chunk(lane, budget);
+        self.lanes.rows[lane] = rows;
+        self.commands.admitted.push([slot.0 as i32, seq.index as i32, seq.generation as i32, done as i32]);
+        if self.geometry.has_state && !keeps_state {
+            self.commands.zero_states.push(slot.0 as i32);
+        }
+        self.commands.deltas += row.len() as u32 * self.geometry.pages_per_block;
+        self.metrics.admitted += 1;
+        self.metrics.hit_tokens += u64::from(done);
+        self.metrics.asked_tokens += u64::from(target);
+        if recomputed {
+            self.metrics.recomputed_tokens += u64::from(target - done);
+        }
+        rows
+    }
+
+    /// Commands that copy what a fork shares and cannot only point at.
+    fn clone_from_parent(&mut self, sharing: &Sharing, own: Option<Block>, slot: StateSlot) {
+        self.metrics.forks += 1;
+        if self.geometry.has_state {
+            let from = self.lanes.state[sharing.lane];
+            self.commands.clone_states.push([from as i32, slot.0 as i32]);
+        }
+        let Some(own) = own.filter(|_| !sharing.tail.is_null()) else { return };
+        let used = sharing.computed & self.geometry.mask;
+        for (group, section) in self.geometry.sections.iter().enumerate() {
+            let pages = used.div_ceil(1 << section.page_shift) as usize;
+            for j in 0..pages {
+                let from = self.kv.blocks.page(group, sharing.tail, j) as i32;
+                let to = self.kv.blocks.page(group, own, j) as i32;
+                self.commands.clone_blocks.push([group as i32, from, to]);
+            }
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! What a scheduler is built for: KV groups, limits, policy; checked once, with an error that says what to change.
+
+use deepinfer_kvindex::Root;
+use thiserror::Error;
+
+/// Most extra pages a block may own in all groups together; bounds the delta list of a step.
+const MAX_PAGES_PER_BLOCK: u32 = 64;
+
+/// One tensor family that shares the page ids of its group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// Entries stored per page; divides the group's `page_tokens`.
+    pub entries_per_page: u32,
+    /// Bytes of one entry.
+    pub entry_bytes: u64,
+}
+
+/// One KV group, declared by the model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GroupSpec {
+    /// Paged KV: every source of the group is addressed by one page id.
+    Paged {
+        /// Tokens a page covers; group 0's is the hash block.
+        page_tokens: u32,
+        /// Pages of this group's pool, the null page 0 included.
+        num_pages: u32,
+        /// What a page stores.
+        sources: Vec<Source>,
+    },
+    /// Bytes per sequence that do not page; the core hands out the slot only.
+    State {
+        /// Bytes worth storing beyond the sequence.
+        stored: u64,
+        /// Bytes that die with the sequence.
+        dropped: u64,
+        /// Copies of the stored region kept during decode.
+        replicas: u8,
+        /// Entries of the ring, 0 when it is not one.
+        ring: u32,
+        /// Boundaries at which the state can be cut, in tokens; 0 when it cannot.
+        cut: u32,
+    },
+}
+
+/// Which prefix may be taken from the index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum HitRule {
+    /// Plain attention: any full block.
+    #[default]
+    All,
+    /// The boundary must have a stored state slice (recurrent or window state restored by the worker).
+    StateSlice,
+}
+
+/// Sizes of one engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Running sequences at once.
+    pub max_num_seqs: u32,
+    /// Token rows of one step.
+    pub max_num_batched_tokens: u32,
+    /// Prompt and output of one sequence together.
+    pub max_model_len: u32,
+    /// Token ids are below this.
+    pub vocab_size: u32,
+    /// Draft rows beyond the first, per sequence and step.
+    pub max_draft: u32,
+}
+
+/// Choices that change order and timing, never tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Policy {
+    /// Longest prefill chunk of one sequence and step; 0 = the token budget.
+    pub max_chunk_tokens: u32,
+    /// Chunk cuts end on a multiple of this; 1 = anywhere.
+    pub chunk_align: u32,
+    /// Others that may pass a waiting head which lacks resources, before resources are kept for it.
+    pub bypass: u32,
+    /// Tokens of growth kept free per running sequence when another is admitted, so that it is not preempted at once.
+    pub headroom_tokens: u32,
+    /// Longest wait for inbound KV, in nanoseconds, counted from the first schedule that saw the request.
+    pub kv_lease_ns: u64,
+    /// Which prefix may be reused.
+    pub hit_rule: HitRule,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self {
+            max_chunk_tokens: 0,
+            chunk_align: 1,
+            bypass: 16,
+            headroom_tokens: 16,
+            kv_lease_ns: 60_000_000_000,
+            hit_rule: HitRule::All,
+        }
+    }
+}
+
+/// Everything a [`crate::Scheduler`] is built from.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// KV groups; the first paged one is group 0, whose page is the hash block.
+    pub groups: Vec<GroupSpec>,
+    /// Sizes.
+    pub limits: Limits,
+    /// Order and timing.
+    pub policy: Policy,
+    /// Work of step n + 1 starts on the device after that of step n: resources are reusable one step earlier.
+    pub device_ordered: bool,
+    /// Publish filled blocks and reuse them.
+    pub prefix_caching: bool,
+    /// Entries of the block event log; 0 = none.
+    pub event_capacity: usize,
+    /// What the hash chain is rooted in; `block_tokens` must be group 0's `page_tokens`.
+    pub root: Root,
+    /// Slots of the step ring, at least 3.
+    pub ring_slots: u32,
+}
+
+/// Why a configuration cannot work.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum ConfigError {
+    /// There is nothing to page.
+    #[error("declare at least one paged KV group: its page is the unit of paging and hashing")]
+    NoPagedGroup,
+    /// A state group came before group 0.
+    #[error("the first KV group must be paged")]
+    FirstGroupNotPaged,
+    /// A size must be a power of two.
+    #[error("{what} is {value}; make it a power of two of at least {least}")]
+    PowerOfTwo {
+        /// Name of the size.
+        what: &'static str,
+        /// Given value.
+        value: u32,
+        /// Smallest allowed value.
+        least: u32,
+    },
+    /// A page size or an entry count does not divide what contains it.
+    #[error("{what} ({value}) must divide {of}")]
+    Divides {
+        /// Name of the value.
+        what: &'static str,
+        /// Given value.
+        value: u32,
+        /// What it must divide.
+        of: u32,
+    },
+    /// A group without sources stores nothing.
+    #[error("paged KV group {0} has no source")]
+    NoSource(usize),
+    /// A limit is below what one step needs.
+    #[error("{what} is {value}; it must be at least {least}")]
+    TooSmall {
+        /// Name of the limit.
+        what: &'static str,
+        /// Given value.
+        value: u64,
+        /// Smallest allowed value.
+        least: u64,
+    },
+    /// A value does not fit the 32-bit words of the ring.
+    #[error("{what} is {value}; slots and ids are 32-bit words, so it must stay below {below}")]
+    TooLarge {
+        /// Name of the value.
+        what: &'static str,
+        /// Given value.
+        value: u64,
+        /// First value that does not fit.
+        below: u64,
+    },
+}
+
+/// One slot array of the ring: entries of `e` per page of group `group`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotMap {
+    /// Index among the paged groups.
+    pub group: usize,
+    /// Entries per page.
+    pub entries: u32,
+    /// log2 of the page's tokens.
+    pub page_shift: u32,
+    /// log2 of tokens per entry.
+    pub ratio_shift: u32,
+}
+
+/// One section of the block table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Section {
+    /// First column.
+    pub column: u32,
+    /// log2 of the pages a block owns in this group.
+    pub pages_shift: u32,
+    /// log2 of the page's tokens.
+    pub page_shift: u32,
+    /// Pages of the pool.
+    pub num_pages: u32,
+}
+
+/// Sizes derived from a checked configuration.
+#[derive(Clone, Debug)]
+pub(crate) struct Geometry {
+    pub block_tokens: u32,
+    pub shift: u32,
+    pub mask: u32,
+    /// Blocks of one table row.
+    pub row_blocks: u32,
+    /// Columns of the block table over all groups.
+    pub columns: u32,
+    /// Pages one block owns over all groups.
+    pub pages_per_block: u32,
+    pub sections: Vec<Section>,
+    pub maps: Vec<SlotMap>,
+    pub has_state: bool,
+    /// Blocks a sequence can hold in an empty pool.
+    pub usable_blocks: u32,
+}
+
+fn power_of_two(what: &'static str, value: u32, least: u32) -> Result<(), ConfigError> {
+    if value.is_power_of_two() && value >= least { Ok(()) } else { Err(ConfigError::PowerOfTwo { what, value, least }) }
+}
+
+fn at_least(what: &'static str, value: u64, least: u64) -> Result<(), ConfigError> {
+    if value >= least { Ok(()) } else { Err(ConfigError::TooSmall { what, value, least }) }
+}
+
+fn below(what: &'static str, value: u64, below: u64) -> Result<(), ConfigError> {
+    if value < below { Ok(()) } else { Err(ConfigError::TooLarge { what, value, below }) }
+}
+
+impl Config {
+    /// Checks every value and derives the sizes that the rest uses.
+    pub(crate) fn geometry(&self) -> Result<Geometry, ConfigError> {
+        self.check_limits()?;
+        let mut sections: Vec<Section> = Vec::new();
+        let mut maps: Vec<SlotMap> = Vec::new();
+        let mut has_state = false;
+        let mut block_tokens = 0;
+        let mut column = 0;
+        let mut pages_per_block = 0;
+        let mut row_blocks = 0;
+        let mut usable = u32::MAX;
+        for (index, group) in self.groups.iter().enumerate() {
+            let GroupSpec::Paged { page_tokens, num_pages, sources } = group else {
+                has_state = true;
+                continue;
+            };
+            if sources.is_empty() {
+                return Err(ConfigError::NoSource(index));
+            }
+            power_of_two("page_tokens", *page_tokens, 1)?;
+            if sections.is_empty() {
+                if index != 0 {
+                    return Err(ConfigError::FirstGroupNotPaged);
+                }
+                power_of_two("page_tokens of KV group 0", *page_tokens, 4)?;
+                block_tokens = *page_tokens;
+                row_blocks = self.limits.max_model_len.div_ceil(block_tokens);
+            } else if *page_tokens > block_tokens {
+                return Err(ConfigError::Divides { what: "page_tokens", value: *page_tokens, of: block_tokens });
+            }
+            let pages = block_tokens / page_tokens;
+            at_least("num_pages", u64::from(*num_pages), u64::from(1 + pages))?;
+            for source in sources {
+                power_of_two("entries_per_page", source.entries_per_page, 1)?;
+                if source.entries_per_page > *page_tokens {
+                    let (value, of) = (source.entries_per_page, *page_tokens);
+                    return Err(ConfigError::Divides { what: "entries_per_page", value, of });
+                }
+                below("pages × entries", u64::from(*num_pages) * u64::from(source.entries_per_page), 1 << 31)?;
+                let map = SlotMap {
+                    group: sections.len(),
+                    entries: source.entries_per_page,
+                    page_shift: page_tokens.trailing_zeros(),
+                    ratio_shift: (page_tokens / source.entries_per_page).trailing_zeros(),
+                };
+                if !maps.contains(&map) {
+                    maps.push(map);
+                }
+            }
+            sections.push(Section {
+                column,
+                pages_shift: pages.trailing_zeros(),
+                page_shift: page_tokens.trailing_zeros(),
+                num_pages: *num_pages,
+            });
+            column += row_blocks * pages;
+            pages_per_block += pages;
+            usable = usable.min((num_pages - 1) / pages);
+        }
+        if sections.is_empty() {
+            return Err(ConfigError::NoPagedGroup);
+        }
+        below("pages of one block over all KV groups", pages_per_block.into(), u64::from(MAX_PAGES_PER_BLOCK) + 1)?;
+        if self.root.block_tokens != block_tokens {
+            let (value, of) = (self.root.block_tokens, block_tokens);
+            return Err(ConfigError::Divides { what: "root.block_tokens, equal to group 0's page_tokens,", value, of });
+        }
+        Ok(Geometry {
+            block_tokens,
+            shift: block_tokens.trailing_zeros(),
+            mask: block_tokens - 1,
+            row_blocks,
+            columns: column,
+            pages_per_block,
+            sections,
+            maps,
+            has_state,
+            usable_blocks: usable,
+        })
+    }
+
+    fn check_limits(&self) -> Result<(), ConfigError> {
+        let limits = &self.limits;
+        at_least("max_num_seqs", limits.max_num_seqs.into(), 1)?;
+        below("max_num_seqs", limits.max_num_seqs.into(), 1 << 20)?;
+        at_least("max_num_batched_tokens", limits.max_num_batched_tokens.into(), limits.max_num_seqs.into())?;
+        below("max_num_batched_tokens", limits.max_num_batched_tokens.into(), 1 << 24)?;
+        at_least("max_model_len", limits.max_model_len.into(), 2)?;
+        below("max_model_len", limits.max_model_len.into(), 1 << 30)?;
+        at_least("vocab_size", limits.vocab_size.into(), 1)?;
+        below("vocab_size", limits.vocab_size.into(), 1 << 31)?;
+        below("max_draft", limits.max_draft.into(), 256)?;
+        at_least("ring_slots", self.ring_slots.into(), 3)?;
+        below("ring_slots", self.ring_slots.into(), 64)?;
+        at_least("chunk_align", self.policy.chunk_align.into(), 1)
+    }
+}

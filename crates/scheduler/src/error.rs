@@ -1,0 +1,57 @@
+//! What a call of the step loop can answer instead.
+
+use deepinfer_kvindex::{Seq, StepId};
+use thiserror::Error;
+
+/// Why a step call was refused; the scheduler is unchanged.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+pub enum StepError {
+    /// There is no memory to write a step into.
+    #[error("no step ring is registered: call register_ring first")]
+    NoRing,
+    /// A step has been planned and not completed yet.
+    #[error("step {} is in flight: complete it before the next schedule", .0.0)]
+    InFlight(StepId),
+    /// The step is not the one in flight.
+    #[error("step {} is not in flight", .0.0)]
+    NotInFlight(StepId),
+    /// The ring slot is used by a step that has not been completed.
+    #[error("ring slot {slot} still belongs to step {}", .step.0)]
+    RingBusy {
+        /// The slot.
+        slot: usize,
+        /// The step that uses it.
+        step: StepId,
+    },
+    /// The configuration and the pools disagree; the text says where.
+    #[error("the pools could not be built: {0}")]
+    Pool(&'static str),
+}
+
+/// Why a transfer could not be opened; nothing was taken.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+pub enum TransferError {
+    /// The handle names nothing any more.
+    #[error("sequence {} of generation {} has ended", .0.index, .0.generation)]
+    Stale(Seq),
+    /// The sequence is in a status that has no such transfer.
+    #[error("sequence {} cannot start this transfer in its present status", .0.index)]
+    Status(Seq),
+    /// The sequence has a transfer of this kind already.
+    #[error("sequence {} has such a transfer open already", .0.index)]
+    Busy(Seq),
+    /// More tokens than the sequence has, or none.
+    #[error("{tokens} tokens cannot be loaded: between 1 and {most}")]
+    Length {
+        /// Tokens asked for.
+        tokens: u32,
+        /// Most that can be loaded.
+        most: u32,
+    },
+    /// The pool, a slot, or what is kept for the oldest waiting sequence does not allow it now.
+    #[error("{need} blocks and a slot are not free for inbound KV now: try again after a step")]
+    NoRoom {
+        /// Blocks needed.
+        need: u32,
+    },
+}

@@ -1,0 +1,303 @@
+//! How other threads talk to the scheduler: messages are queued here and drained whole at the head of `schedule`.
+//!
+//! Checks and prompt hashing happen on the caller's thread, so that the step loop never waits for them.
+
+use crate::config::{Config, Geometry, Limits};
+use crate::kv::Holding;
+use crate::lanes::LANE_STOPS;
+use crate::pool::{Cold, Finish, Status, Times};
+use crate::prepared::{Prepared, Reject};
+use crate::waiting::Class;
+use deepinfer_kvindex::{Block, BlockHash, ChainHasher, Seq, TransferId};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// How a transfer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Everything arrived or was saved.
+    Done,
+    /// Something is missing: what arrived counts as nothing.
+    Failed,
+}
+
+pub(crate) enum Message {
+    Add(Seq, Box<Cold>),
+    Abort(Seq),
+    Grammar(Seq, bool),
+    Transfer(TransferId, Outcome),
+    StopAt(Seq, u32, Finish),
+}
+
+#[derive(Default)]
+struct State {
+    messages: Vec<Message>,
+    free: Vec<u32>,
+    generations: Vec<u32>,
+    closed: bool,
+}
+
+/// What the inbox and the scheduler share.
+pub(crate) struct Shared {
+    limits: Limits,
+    usable_blocks: u32,
+    block_tokens: u32,
+    prefix_caching: bool,
+    hasher: ChainHasher,
+    state: Mutex<State>,
+    dirty: AtomicBool,
+}
+
+impl Shared {
+    pub fn new(config: &Config, geometry: &Geometry) -> Self {
+        Self {
+            limits: config.limits.clone(),
+            usable_blocks: geometry.usable_blocks,
+            block_tokens: geometry.block_tokens,
+            prefix_caching: config.prefix_caching,
+            hasher: ChainHasher::new(&config.root),
+            state: Mutex::default(),
+            dirty: AtomicBool::new(false),
+        }
+    }
+
+    pub fn hasher(&self) -> &ChainHasher {
+        &self.hasher
+    }
+
+    // A panic of another caller cannot leave the lists half changed: every critical section is a few pushes.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send(&self, message: Message) -> Result<(), Reject> {
+        let mut state = self.lock();
+        if state.closed {
+            return Err(Reject::Closed);
+        }
+        state.messages.push(message);
+        self.dirty.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Swaps the queued messages into `into`, which must be empty. Takes no lock when nothing is queued.
+    pub fn drain(&self, into: &mut Vec<Message>) {
+        if self.dirty.load(Ordering::Acquire) {
+            let mut state = self.lock();
+            std::mem::swap(&mut state.messages, into);
+            self.dirty.store(false, Ordering::Release);
+        }
+    }
+
+    pub fn has_mail(&self) -> bool {
+        self.dirty.load(Ordering::Acquire)
+    }
+
+    /// Makes the places of ended sequences usable again, under the next generation.
+    pub fn recycle(&self, ended: &mut Vec<Seq>) {
+        if ended.is_empty() {
+            return;
+        }
+        let mut state = self.lock();
+        for seq in ended.drain(..) {
+            if let Some(generation) = state.generations.get_mut(seq.index as usize)
+                && *generation == seq.generation
+            {
+                *generation = generation.wrapping_add(1).max(1);
+                state.free.push(seq.index);
+            }
+        }
+    }
+
+    pub fn close(&self) {
+        self.lock().closed = true;
+    }
+
+    fn check(&self, p: &Prepared) -> Result<(), Reject> {
+        let Limits { max_model_len, vocab_size: vocab, .. } = self.limits;
+        if p.tokens.is_empty() {
+            return Err(Reject::Empty);
+        }
+        let len = u32::try_from(p.tokens.len()).unwrap_or(u32::MAX);
+        if len >= max_model_len {
+            return Err(Reject::TooLong { len, max: max_model_len - 1 });
+        }
+        if let Some(&token) = p.tokens.iter().chain(&p.eos).chain(&p.stop_ids).find(|&&t| t >= vocab) {
+            return Err(Reject::BadToken { token, vocab });
+        }
+        let conflicts: [(bool, &'static str); 6] = [
+            (p.max_new == 0, "max_tokens is 0: ask for at least one token"),
+            (p.min_new > p.max_new, "min_tokens is greater than max_tokens"),
+            (p.forks == 0, "n is 0: ask for at least one sequence"),
+            (p.flags.wait_kv && p.forks > 1, "a request whose KV arrives from elsewhere cannot have n > 1"),
+            (p.flags.wait_kv && p.flags.prompt_logprobs, "prompt_logprobs needs every prompt row: KV cannot be loaded"),
+            (p.flags.hold && p.forks > 1, "a request that is handed over cannot have n > 1"),
+        ];
+        if let Some(&(_, why)) = conflicts.iter().find(|(bad, _)| *bad) {
+            return Err(Reject::Conflict(why));
+        }
+        // The KV of the last token is never written.
+        let positions = len.saturating_add(p.max_new).min(max_model_len) - 1;
+        let need = positions.div_ceil(self.block_tokens);
+        if need > self.usable_blocks {
+            return Err(Reject::NeverFits { need, have: self.usable_blocks });
+        }
+        Ok(())
+    }
+
+    fn cold(&self, p: &Prepared, hasher: Option<&ChainHasher>, hashes: &[BlockHash], arrival: u64, fork: u32) -> Cold {
+        let prompt = p.tokens.len() as u32;
+        let limit = prompt.saturating_add(p.max_new).min(self.limits.max_model_len);
+        let mut ids: Vec<u32> = if p.ignore_eos { Vec::new() } else { p.eos.clone() };
+        ids.extend_from_slice(&p.stop_ids);
+        ids.sort_unstable();
+        ids.dedup();
+        let mut lane_stops = [-1; LANE_STOPS];
+        let stops = if ids.len() <= LANE_STOPS {
+            for (to, id) in lane_stops.iter_mut().zip(&ids) {
+                *to = *id as i32;
+            }
+            Box::default()
+        } else {
+            ids.into_boxed_slice()
+        };
+        // Room for the whole answer, within reason: the step loop does not allocate.
+        let mut history = Vec::with_capacity((limit as usize).min(p.tokens.len() + (1 << 14)));
+        history.extend_from_slice(&p.tokens);
+        let mut list = Vec::with_capacity((history.capacity() / self.block_tokens as usize) + 1);
+        list.extend_from_slice(hashes);
+        Cold {
+            history,
+            prompt,
+            hashes: list,
+            published: 0,
+            cursor: Block::NULL,
+            duplicates: Vec::new(),
+            limit,
+            least: prompt + p.min_new,
+            lane_stops,
+            stops,
+            priority: p.priority,
+            arrival,
+            fork,
+            class: Class::New,
+            hasher: hasher.cloned(),
+            extras: p.extras.clone(),
+            flags: p.flags,
+            user: p.user,
+            cached_tokens: 0,
+            holding: None::<Holding>,
+            parent: None,
+            children: Vec::new(),
+            passed: 0,
+            preemptions: 0,
+            drafts: Vec::new(),
+            lease: 0,
+            load: None,
+            save: None,
+            queued: false,
+            finish: None,
+            times: Times::default(),
+        }
+    }
+}
+
+/// Sending end: `Clone + Send`, one per thread that adds or aborts.
+#[derive(Clone)]
+pub struct Inbox {
+    shared: Arc<Shared>,
+}
+
+impl Inbox {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared }
+    }
+
+    /// Checks and hashes a request on this thread and queues it. One handle per fork, the prompt's own first.
+    ///
+    /// # Errors
+    /// [`Reject`]; nothing is queued then.
+    pub fn add(&self, prepared: &Prepared) -> Result<Vec<Seq>, Reject> {
+        let shared = &*self.shared;
+        shared.check(prepared)?;
+        let own = (!prepared.salt.is_empty()).then(|| shared.hasher.with_salt(&prepared.salt));
+        let hashes = if shared.prefix_caching {
+            own.as_ref().unwrap_or(&shared.hasher).hash_all(&prepared.tokens, &prepared.extras)
+        } else {
+            Vec::new()
+        };
+        let mut colds: Vec<Cold> =
+            (0..prepared.forks).map(|fork| shared.cold(prepared, own.as_ref(), &hashes, 0, fork)).collect();
+        for cold in colds.iter_mut().skip(1) {
+            cold.flags.prompt_logprobs = false;
+        }
+        let mut state = shared.lock();
+        if state.closed {
+            return Err(Reject::Closed);
+        }
+        let seqs: Vec<Seq> = colds
+            .iter()
+            .map(|_| {
+                let index = state.free.pop().unwrap_or_else(|| {
+                    state.generations.push(1);
+                    state.generations.len() as u32 - 1
+                });
+                Seq { index, generation: state.generations[index as usize] }
+            })
+            .collect();
+        colds[0].children = seqs[1..].to_vec();
+        for (fork, (seq, mut cold)) in seqs.iter().zip(colds).enumerate() {
+            cold.parent = (fork > 0).then(|| seqs[0]);
+            state.messages.push(Message::Add(*seq, Box::new(cold)));
+        }
+        shared.dirty.store(true, Ordering::Release);
+        Ok(seqs)
+    }
+
+    /// Ends a sequence in whatever status it is. A stale handle is counted and otherwise ignored.
+    ///
+    /// # Errors
+    /// [`Reject::Closed`].
+    pub fn abort(&self, seq: Seq) -> Result<(), Reject> {
+        self.shared.send(Message::Abort(seq))
+    }
+
+    /// The grammar of a sequence is compiled (`true`) or cannot be (`false`: the sequence ends with an error).
+    ///
+    /// # Errors
+    /// [`Reject::Closed`].
+    pub fn grammar_ready(&self, seq: Seq, ok: bool) -> Result<(), Reject> {
+        self.shared.send(Message::Grammar(seq, ok))
+    }
+
+    /// The mover of a transfer is done with its memory. Duplicates and late calls are counted and otherwise ignored.
+    ///
+    /// # Errors
+    /// [`Reject::Closed`].
+    pub fn transfer(&self, transfer: TransferId, outcome: Outcome) -> Result<(), Reject> {
+        self.shared.send(Message::Transfer(transfer, outcome))
+    }
+
+    /// Ends a sequence after `len` output tokens; what was made beyond is dropped.
+    ///
+    /// # Errors
+    /// [`Reject::Closed`].
+    pub fn stop_at(&self, seq: Seq, len: u32, reason: Finish) -> Result<(), Reject> {
+        self.shared.send(Message::StopAt(seq, len, reason))
+    }
+}
+
+impl Cold {
+    /// Status right after the request was drained.
+    pub(crate) fn first_status(&self) -> Status {
+        if self.flags.grammar {
+            Status::WaitGrammar
+        } else if self.flags.wait_kv {
+            Status::WaitKv
+        } else if self.parent.is_some() {
+            Status::WaitFork
+        } else {
+            Status::Ready
+        }
+    }
+}

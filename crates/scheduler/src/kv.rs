@@ -1,0 +1,146 @@
+//! The scheduler's side of KV: master block-table rows, open tokens, and every call into the block pool.
+
+use deepinfer_kvindex::{
+    Block, BlockHash, BlockPool, Fence, Owner, Published, StateSlot, StateSlots, StepId, TransferId,
+};
+
+/// Master rows of the block table and the newest tokens, by state slot.
+pub(crate) struct Tables {
+    rows: Vec<Block>,
+    row_blocks: usize,
+    /// Two blocks of tokens per slot: position `p` lies at `p mod (2 × block)`.
+    open: Vec<u32>,
+    block_tokens: usize,
+    mask: usize,
+}
+
+impl Tables {
+    pub fn new(slots: usize, row_blocks: usize, block_tokens: usize) -> Self {
+        Self {
+            rows: vec![Block::NULL; slots * row_blocks],
+            row_blocks,
+            open: vec![0; slots * 2 * block_tokens],
+            block_tokens,
+            mask: 2 * block_tokens - 1,
+        }
+    }
+
+    #[inline]
+    pub fn row(&self, slot: u32) -> &[Block] {
+        let at = slot as usize * self.row_blocks;
+        &self.rows[at..at + self.row_blocks]
+    }
+
+    #[inline]
+    pub fn block(&self, slot: u32, index: u32) -> Block {
+        self.rows[slot as usize * self.row_blocks + index as usize]
+    }
+
+    #[inline]
+    pub fn set(&mut self, slot: u32, index: u32, block: Block) {
+        self.rows[slot as usize * self.row_blocks + index as usize] = block;
+    }
+
+    #[inline]
+    pub fn put_token(&mut self, slot: u32, position: u32, token: u32) {
+        let at = slot as usize * (self.mask + 1) + (position as usize & self.mask);
+        self.open[at] = token;
+    }
+
+    #[inline]
+    pub fn token(&self, slot: u32, position: u32) -> u32 {
+        self.open[slot as usize * (self.mask + 1) + (position as usize & self.mask)]
+    }
+
+    /// Appends positions `history.len()..len` to the history.
+    pub fn flush(&self, slot: u32, history: &mut Vec<u32>, len: u32) {
+        for position in history.len() as u32..len {
+            history.push(self.token(slot, position));
+        }
+    }
+
+    /// Loads the tokens of the block that position `len` lies in, up to `len`.
+    pub fn load(&mut self, slot: u32, history: &[u32], len: u32) {
+        let start = len as usize & !(self.block_tokens - 1);
+        for (position, &token) in history.iter().enumerate().take(len as usize).skip(start) {
+            self.put_token(slot, position as u32, token);
+        }
+    }
+}
+
+/// Blocks and slot that a sequence owns while it has no lane.
+#[derive(Debug)]
+pub(crate) struct Holding {
+    /// The row, first block first.
+    pub row: Vec<Block>,
+    /// Positions whose KV is valid.
+    pub computed: u32,
+    pub slot: StateSlot,
+}
+
+/// Pools, tables, and the epoch that releases are stamped with.
+pub(crate) struct Kv {
+    pub blocks: BlockPool,
+    pub states: StateSlots,
+    pub tables: Tables,
+    /// Fences of steps before this one are open.
+    pub now: StepId,
+    /// Newest launched step: what is released now may still be used by it.
+    pub launched: StepId,
+    /// Calls that a pool refused; 0 unless there is a fault.
+    pub misuse: u64,
+}
+
+impl Kv {
+    pub fn fence(&self, save: Option<TransferId>) -> Fence {
+        save.map_or(Fence::Step(self.launched), Fence::Transfer)
+    }
+
+    #[inline]
+    pub fn available(&self) -> u32 {
+        self.blocks.available(self.now)
+    }
+
+    pub fn retire(&mut self) {
+        self.blocks.retire(self.now);
+        self.states.retire(self.now);
+    }
+
+    #[inline]
+    pub fn alloc(&mut self, owner: Owner) -> Option<Block> {
+        self.blocks.alloc(self.now, owner)
+    }
+
+    pub fn release_private(&mut self, block: Block, owner: Owner, fence: Fence) {
+        let done = self.blocks.release_private(block, owner, fence);
+        self.misuse += u64::from(done.is_err());
+    }
+
+    pub fn unpin(&mut self, leaf: Block, owner: Owner, fence: Fence) {
+        let done = self.blocks.unpin(leaf, owner, fence);
+        self.misuse += u64::from(done.is_err());
+    }
+
+    pub fn pin_chain(&mut self, leaf: Block, owner: Owner, into: &mut Vec<Block>) {
+        let done = self.blocks.pin_chain(leaf, owner, into);
+        self.misuse += u64::from(done.is_err());
+    }
+
+    pub fn release_slot(&mut self, slot: StateSlot, fence: Fence) {
+        if !slot.is_null() {
+            let done = self.states.release(slot, fence);
+            self.misuse += u64::from(done.is_err());
+        }
+    }
+
+    /// Enters a private block into the index below `cursor`.
+    pub fn publish(&mut self, block: Block, hash: BlockHash, cursor: Block, root: BlockHash) -> Option<Published> {
+        match self.blocks.publish(block, hash, cursor, root) {
+            Ok(done) => Some(done),
+            Err(_) => {
+                self.misuse += 1;
+                None
+            }
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Taking blocks back from running sequences, no more than needed.
+//!
+//! Victims go by lowest priority, then newest. What is coming back counts: a row waits for it rather than take another
+//! victim.
+
+use crate::end::Leave;
+use crate::lanes::flag;
+use crate::scheduler::Scheduler;
+use crate::waiting::Class;
+use deepinfer_kvindex::{Block, Fence, Owner};
+
+/// Answer to a running lane that needs a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Taken {
+    Block(Block),
+    /// Blocks are coming back: wait a step.
+    Wait,
+    /// The lane itself was the next victim.
+    Gone,
+}
+
+impl Scheduler {
+    /// A block for `lane`, if need be from a victim. `promised` counts the rows that wait for blocks coming back.
+    pub(crate) fn take_or_preempt(&mut self, lane: usize, promised: &mut u32, patient: bool) -> Taken {
+        loop {
+            if let Some(block) = self.kv.alloc(Owner::Sequence) {
+                return Taken::Block(block);
+            }
+            if self.limits.max_draft > 0 && self.take_surplus() {
+                continue;
+            }
+            if patient && *promised < self.kv.blocks.coming_back(self.kv.now) {
+                *promised += 1;
+                return Taken::Wait;
+            }
+            match self.victim() {
+                Some(victim) if victim != lane => self.preempt(victim),
+                Some(_) if self.kv.blocks.coming_back(self.kv.now) > 0 && self.alone() => return Taken::Wait,
+                _ => {
+                    self.preempt(lane);
+                    return Taken::Gone;
+                }
+            }
+        }
+    }
+
+    /// True if one lane is left.
+    fn alone(&self) -> bool {
+        self.lanes.flags.iter().filter(|&&f| f & flag::DEAD == 0).count() == 1
+    }
+
+    /// Next victim: lowest priority, then newest.
+    fn victim(&self) -> Option<usize> {
+        (0..self.lanes.len())
+            .filter(|&lane| self.lanes.flags[lane] & flag::DEAD == 0)
+            .max_by_key(|&lane| (self.lanes.priority[lane], self.lanes.arrival[lane], self.fork_of(lane)))
+    }
+
+    fn fork_of(&self, lane: usize) -> u32 {
+        self.seqs.get(self.lanes.seq[lane]).map_or(0, |c| c.fork)
+    }
+
+    /// Takes back one block that rejected drafts left with a lane.
+    fn take_surplus(&mut self) -> bool {
+        for lane in 0..self.lanes.decoding {
+            let blocks = self.lanes.blocks[lane];
+            let needed = (self.lanes.confirmed[lane] >> self.geometry.shift) + 1;
+            if blocks > needed && self.lanes.flags[lane] & flag::DEAD == 0 {
+                let block = self.kv.tables.block(self.lanes.state[lane], blocks - 1);
+                self.kv.release_private(block, Owner::Sequence, Fence::Step(self.kv.launched));
+                self.lanes.blocks[lane] = blocks - 1;
+                self.lanes.told[lane] = self.lanes.told[lane].min(blocks - 1);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Puts a running sequence back into the queue, with its history, hashes and place.
+    pub(crate) fn preempt(&mut self, lane: usize) {
+        let seq = self.lanes.seq[lane];
+        self.leave_lane(lane, Leave::Release);
+        if let Some(cold) = self.seqs.get_mut(seq) {
+            cold.class = Class::Preempted;
+            cold.preemptions += 1;
+            cold.drafts.clear();
+            cold.passed = 0;
+        }
+        self.enqueue(seq);
+        self.metrics.preemptions += 1;
+    }
+}

@@ -1,0 +1,106 @@
+//! The ordered queue of sequences that lack nothing but resources.
+
+use deepinfer_kvindex::Seq;
+use std::collections::BTreeSet;
+
+/// Place in the queue: priority, preempted before never started, arrival. Arrival is never given anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Place {
+    pub priority: i32,
+    pub class: Class,
+    pub arrival: u64,
+    /// Order among sequences of one request.
+    pub fork: u32,
+    pub index: u32,
+    pub generation: u32,
+}
+
+/// Preempted sequences re-enter ahead of never-started ones of their priority.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Class {
+    Preempted,
+    New,
+}
+
+impl Place {
+    pub fn seq(&self) -> Seq {
+        Seq { index: self.index, generation: self.generation }
+    }
+}
+
+/// When the head was last refused, so that an unchanged world is not asked again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    pub head: Place,
+    pub available: u32,
+    pub version: u64,
+    pub step: u64,
+}
+
+/// Steps after which a refused head is tried again even if no resource came free: others may have published its prefix.
+pub(crate) const RETRY_STEPS: u64 = 32;
+
+#[derive(Default)]
+pub(crate) struct Waiting {
+    order: BTreeSet<Place>,
+    version: u64,
+    refused: Option<Refusal>,
+}
+
+impl Waiting {
+    pub fn insert(&mut self, place: Place) {
+        self.order.insert(place);
+        self.version += 1;
+    }
+
+    pub fn remove(&mut self, place: &Place) -> bool {
+        self.version += 1;
+        self.order.remove(place)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.order.is_empty()
+    }
+
+    pub fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    pub fn head(&self) -> Option<Place> {
+        self.order.first().copied()
+    }
+
+    /// Next place after `place`.
+    pub fn after(&self, place: &Place) -> Option<Place> {
+        use std::ops::Bound::{Excluded, Unbounded};
+        self.order.range((Excluded(*place), Unbounded)).next().copied()
+    }
+
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Place> {
+        self.order.iter()
+    }
+
+    /// Whether a scan could end otherwise than the last one, which refused the head.
+    pub fn worth_a_scan(&self, available: u32, step: u64) -> bool {
+        match (self.refused, self.head()) {
+            (_, None) => false,
+            (Some(last), Some(head)) => {
+                last.head != head
+                    || last.version != self.version
+                    || available > last.available
+                    || step >= last.step + RETRY_STEPS
+            }
+            (None, Some(_)) => true,
+        }
+    }
+
+    pub fn refuse(&mut self, available: u32, step: u64) {
+        if let Some(head) = self.head() {
+            self.refused = Some(Refusal { head, available, version: self.version, step });
+        }
+    }
+
+    pub fn forget_refusal(&mut self) {
+        self.refused = None;
+    }
+}
