@@ -1,1 +1,36 @@
-//! placeholder
+//! Python module `deepinfer._core`: the Rust core behind PyO3.
+//!
+//! Owns: conversion of arguments and results, the table from Rust errors to Python classes, letting go of the interpreter lock,
+//! catching panics at the edge, references that keep the step ring's memory alive.
+//!
+//! Never touches: any decision. Each file mirrors one part of the Rust API and calls it; what a call means is written there
+//! and in `python/deepinfer/_core.pyi`.
+
+// PyO3 hands arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+mod bench;
+mod config;
+mod core;
+mod error;
+mod metrics;
+mod output;
+mod prepared;
+mod ring;
+mod transfers;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("HEADER_WORDS", deepinfer_scheduler::HEADER_WORDS)?;
+    module.add("OUTPUT_WORDS", deepinfer_scheduler::OUTPUT_WORDS)?;
+    module.add_class::<config::PagedGroup>()?;
+    module.add_class::<config::StateGroup>()?;
+    module.add_class::<config::CoreConfig>()?;
+    module.add_class::<core::Core>()?;
+    module.add_function(wrap_pyfunction!(bench::bench_steps, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::bench_chain_hash, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::bench_prefix_match, module)?)?;
+    Ok(())
+}

@@ -1,0 +1,202 @@
+//! `CoreConfig`, `PagedGroup`, `StateGroup`: the scheduler's configuration as Python writes it.
+
+use deepinfer_kvindex::Root;
+use deepinfer_scheduler::{Config, GroupSpec, HitRule, Limits, Policy, Source};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+
+use crate::error;
+
+/// Pages of `page_tokens` tokens; the first group of a configuration sets the hash block.
+#[pyclass(frozen, get_all, module = "deepinfer._core")]
+pub struct PagedGroup {
+    page_tokens: u32,
+    num_pages: u32,
+    sources: Vec<(u32, u64)>,
+}
+
+#[pymethods]
+impl PagedGroup {
+    #[new]
+    #[pyo3(signature = (*, page_tokens, num_pages, sources))]
+    fn new(page_tokens: u32, num_pages: u32, sources: Vec<(u32, u64)>) -> Self {
+        Self { page_tokens, num_pages, sources }
+    }
+
+    fn __repr__(&self) -> String {
+        let Self { page_tokens, num_pages, sources } = self;
+        format!("PagedGroup(page_tokens={page_tokens}, num_pages={num_pages}, sources={sources:?})")
+    }
+}
+
+/// Bytes of one sequence that do not page; the core hands out the slot only.
+#[pyclass(frozen, get_all, module = "deepinfer._core")]
+pub struct StateGroup {
+    stored: u64,
+    dropped: u64,
+    replicas: u8,
+    ring: u32,
+    cut: u32,
+}
+
+#[pymethods]
+impl StateGroup {
+    #[new]
+    #[pyo3(signature = (*, stored, dropped, replicas = 0, ring = 0, cut = 0))]
+    fn new(stored: u64, dropped: u64, replicas: u8, ring: u32, cut: u32) -> Self {
+        Self { stored, dropped, replicas, ring, cut }
+    }
+
+    fn __repr__(&self) -> String {
+        let Self { stored, dropped, replicas, ring, cut } = self;
+        format!("StateGroup(stored={stored}, dropped={dropped}, replicas={replicas}, ring={ring}, cut={cut})")
+    }
+}
+
+fn group_spec(group: &Bound<'_, PyAny>) -> PyResult<GroupSpec> {
+    if let Ok(paged) = group.cast::<PagedGroup>() {
+        let paged = paged.get();
+        let sources =
+            paged.sources.iter().map(|&(entries_per_page, entry_bytes)| Source { entries_per_page, entry_bytes });
+        return Ok(GroupSpec::Paged {
+            page_tokens: paged.page_tokens,
+            num_pages: paged.num_pages,
+            sources: sources.collect(),
+        });
+    }
+    if let Ok(state) = group.cast::<StateGroup>() {
+        let &StateGroup { stored, dropped, replicas, ring, cut } = state.get();
+        return Ok(GroupSpec::State { stored, dropped, replicas, ring, cut });
+    }
+    Err(PyTypeError::new_err(format!("a KV group is a PagedGroup or a StateGroup, not {}", group.get_type())))
+}
+
+/// Everything a core is built from. Values are checked together by `Core`.
+#[pyclass(frozen, module = "deepinfer._core")]
+pub struct CoreConfig {
+    pub config: Config,
+}
+
+#[pymethods]
+impl CoreConfig {
+    #[new]
+    #[pyo3(signature = (
+        *, groups, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft = 0, ring_slots = 3,
+        device_ordered = false, prefix_caching = true, event_capacity = 0, max_chunk_tokens = 0, chunk_align = 1,
+        bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, hit_rule = "all", model = String::new(),
+        revision = String::new(), weight_format = String::new(), kv_format = String::new(), numerics = String::new(),
+        hit_policy = String::from("exact"), salt = Vec::new()
+    ))]
+    // One keyword for each setting, so that a call reads like a configuration file.
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        groups: Vec<Bound<'_, PyAny>>,
+        max_num_seqs: u32,
+        max_num_batched_tokens: u32,
+        max_model_len: u32,
+        vocab_size: u32,
+        max_draft: u32,
+        ring_slots: u32,
+        device_ordered: bool,
+        prefix_caching: bool,
+        event_capacity: usize,
+        max_chunk_tokens: u32,
+        chunk_align: u32,
+        bypass: u32,
+        headroom_tokens: u32,
+        kv_lease_ns: u64,
+        hit_rule: &str,
+        model: String,
+        revision: String,
+        weight_format: String,
+        kv_format: String,
+        numerics: String,
+        hit_policy: String,
+        salt: Vec<u8>,
+    ) -> PyResult<Self> {
+        let groups = groups.iter().map(group_spec).collect::<PyResult<Vec<_>>>()?;
+        let hit_rule = match hit_rule {
+            "all" => HitRule::All,
+            "state_slice" => HitRule::StateSlice,
+            other => return Err(error::named(py, "ConfigError", format!("hit_rule is {other:?}; use \"all\" or \"state_slice\""))),
+        };
+        let block_tokens = match groups.first() {
+            Some(GroupSpec::Paged { page_tokens, .. }) => *page_tokens,
+            _ => 0,
+        };
+        Ok(Self {
+            config: Config {
+                groups,
+                limits: Limits { max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft },
+                policy: Policy { max_chunk_tokens, chunk_align, bypass, headroom_tokens, kv_lease_ns, hit_rule },
+                device_ordered,
+                prefix_caching,
+                event_capacity,
+                root: Root { model, revision, weight_format, kv_format, numerics, hit_policy, block_tokens, salt },
+                ring_slots,
+            },
+        })
+    }
+
+    #[getter]
+    fn block_tokens(&self) -> u32 {
+        self.config.root.block_tokens
+    }
+
+    #[getter]
+    fn max_num_seqs(&self) -> u32 {
+        self.config.limits.max_num_seqs
+    }
+
+    #[getter]
+    fn max_num_batched_tokens(&self) -> u32 {
+        self.config.limits.max_num_batched_tokens
+    }
+
+    #[getter]
+    fn max_model_len(&self) -> u32 {
+        self.config.limits.max_model_len
+    }
+
+    #[getter]
+    fn vocab_size(&self) -> u32 {
+        self.config.limits.vocab_size
+    }
+
+    #[getter]
+    fn max_draft(&self) -> u32 {
+        self.config.limits.max_draft
+    }
+
+    #[getter]
+    fn ring_slots(&self) -> u32 {
+        self.config.ring_slots
+    }
+
+    #[getter]
+    fn prefix_caching(&self) -> bool {
+        self.config.prefix_caching
+    }
+
+    #[getter]
+    fn device_ordered(&self) -> bool {
+        self.config.device_ordered
+    }
+
+    /// Everything but the salt, which is a secret.
+    fn __repr__(&self) -> String {
+        let Config { limits, root, ring_slots, prefix_caching, groups, .. } = &self.config;
+        format!(
+            "CoreConfig(model={:?}, groups={}, block_tokens={}, max_num_seqs={}, max_num_batched_tokens={}, \
+             max_model_len={}, max_draft={}, ring_slots={ring_slots}, prefix_caching={prefix_caching})",
+            root.model,
+            groups.len(),
+            root.block_tokens,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            limits.max_model_len,
+            limits.max_draft,
+        )
+    }
+}

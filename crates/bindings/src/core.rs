@@ -1,0 +1,359 @@
+//! `Core`: the scheduler and its inbox. One lock around the scheduler, none around the inbox.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, OnceLock};
+
+use deepinfer_scheduler::{
+    Extra, Inbox, Outcome, PrepFlags, Prepared, RingView, Scheduler, Seq, SlotMap, StepError, StepId,
+};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::config::CoreConfig;
+use crate::error::{self, PythonError};
+use crate::{metrics, output, prepared, ring, transfers};
+
+/// The scheduler with what belongs to its ring. Fields drop in this order: the memory outlives who writes into it.
+pub struct Inner {
+    pub scheduler: Scheduler,
+    /// Step in each ring slot, 0 before the first.
+    pub steps: Vec<StepId>,
+    pub views: Vec<RingView>,
+    /// Time of the newest `schedule`.
+    now_ns: u64,
+    #[allow(dead_code, reason = "held for its lifetime only")]
+    owners: Vec<ring::Owner>,
+}
+
+// SAFETY: the only part that is not `Send` by itself are the raw pointers in `views`. They point into memory that `owners`
+// keeps alive and are used under the lock around `Inner` only (tests/core/test_ring.py runs steps from several threads).
+unsafe impl Send for Inner {}
+
+/// Scheduler, KV index and step buffers of one engine.
+#[pyclass(frozen, module = "deepinfer._core")]
+pub struct Core {
+    /// None once closed.
+    inner: Mutex<Option<Inner>>,
+    inbox: Inbox,
+    pub vocab: u32,
+    /// What a panic said; nothing is called any more then.
+    fault: OnceLock<String>,
+}
+
+impl Core {
+    fn dead(&self, py: Python<'_>) -> PyErr {
+        let message = match self.fault.get() {
+            Some(fault) => format!("the core stopped after a fault: {fault}"),
+            None => "the engine is closed".to_owned(),
+        };
+        error::named(py, "EngineDeadError", message)
+    }
+
+    /// Runs `f` unless the core is dead; a panic in it makes it dead. None means dead.
+    fn caught<T>(&self, f: impl FnOnce() -> Option<T>) -> Option<T> {
+        if self.fault.get().is_some() {
+            return None;
+        }
+        match catch_unwind(AssertUnwindSafe(f)) {
+            Ok(result) => result,
+            Err(panic) => {
+                let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+                // A second fault changes nothing.
+                let _ = self.fault.set(text.unwrap_or("panic").to_owned());
+                None
+            }
+        }
+    }
+
+    fn locked<T>(&self, f: impl FnOnce(&mut Inner) -> T) -> Option<T> {
+        // A poisoned lock is a fault that `caught` has noted already.
+        self.caught(|| self.inner.lock().ok()?.as_mut().map(f))
+    }
+
+    /// With the scheduler, the interpreter lock kept. `f` must make no Python object that the collector tracks.
+    pub fn with<T>(&self, py: Python<'_>, f: impl FnOnce(&mut Inner) -> T) -> PyResult<T> {
+        self.locked(f).ok_or_else(|| self.dead(py))
+    }
+
+    /// With the scheduler, the interpreter lock let go of once.
+    pub fn detached<T: Send, E: PythonError + Send>(
+        &self,
+        py: Python<'_>,
+        f: impl FnOnce(&mut Inner) -> Result<T, E> + Send,
+    ) -> PyResult<T> {
+        match py.detach(|| self.locked(f)) {
+            Some(Ok(value)) => Ok(value),
+            Some(Err(refused)) => Err(error::raise(py, &refused)),
+            None => Err(self.dead(py)),
+        }
+    }
+
+    fn send<T, E: PythonError>(&self, py: Python<'_>, f: impl FnOnce(&Inbox) -> Result<T, E>) -> PyResult<T> {
+        match self.caught(|| Some(f(&self.inbox))) {
+            Some(Ok(value)) => Ok(value),
+            Some(Err(refused)) => Err(error::raise(py, &refused)),
+            None => Err(self.dead(py)),
+        }
+    }
+}
+
+impl Inner {
+    fn step_of(&self, slot: usize) -> StepId {
+        self.steps.get(slot).copied().unwrap_or_default()
+    }
+
+    /// Plans a step; its ring slot, −1 when there is nothing to run.
+    pub fn schedule(&mut self, now_ns: u64) -> Result<i32, StepError> {
+        self.now_ns = now_ns;
+        let Some(plan) = self.scheduler.schedule(now_ns)? else { return Ok(-1) };
+        self.steps[plan.slot] = plan.step;
+        Ok(plan.slot as i32)
+    }
+
+    /// Completes the step in a ring slot; its output rows.
+    pub fn complete(&mut self, slot: usize, now_ns: u64) -> Result<usize, StepError> {
+        let step = self.step_of(slot);
+        Ok(self.scheduler.complete(step, now_ns)?.len())
+    }
+}
+
+#[pymethods]
+impl Core {
+    #[new]
+    fn new(py: Python<'_>, config: &CoreConfig) -> PyResult<Self> {
+        let scheduler = Scheduler::new(&config.config).map_err(|refused| error::raise(py, &refused))?;
+        Ok(Self {
+            inbox: scheduler.inbox(),
+            inner: Mutex::new(Some(Inner {
+                scheduler,
+                steps: vec![StepId::default(); config.config.ring_slots as usize],
+                views: Vec::new(),
+                now_ns: 0,
+                owners: Vec::new(),
+            })),
+            vocab: config.config.limits.vocab_size,
+            fault: OnceLock::new(),
+        })
+    }
+
+    fn layout(&self, py: Python<'_>) -> PyResult<Vec<(String, usize)>> {
+        self.with(py, |inner| inner.scheduler.layout().iter().map(|field| (field.name.clone(), field.words)).collect())
+    }
+
+    fn slot_maps(&self, py: Python<'_>) -> PyResult<Vec<(usize, u32)>> {
+        let pair = |map: &SlotMap| (map.group, map.entries);
+        self.with(py, |inner| inner.scheduler.slot_maps().iter().map(pair).collect())
+    }
+
+    fn table_columns(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        self.with(py, |inner| {
+            let scheduler = &inner.scheduler;
+            scheduler.sections().iter().map(|section| section.column).chain([scheduler.table_columns()]).collect()
+        })
+    }
+
+    fn register_ring(&self, py: Python<'_>, slots: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
+        let layout = self.with(py, |inner| inner.scheduler.layout().to_vec())?;
+        let (views, owners) = ring::views(&layout, &slots)?;
+        let registered = self.with(py, |inner| {
+            // SAFETY: each view comes from an int32 tensor in host memory or a writable buffer; `owners` keeps them alive for
+            // longer than the scheduler, and the stub tells the caller to leave a slot alone while a call runs.
+            unsafe { inner.scheduler.register_ring(&views) }?;
+            inner.views = views;
+            inner.owners = owners;
+            Ok(())
+        })?;
+        registered.map_err(|refused: deepinfer_scheduler::LayoutError| error::raise(py, &refused))
+    }
+
+    #[pyo3(signature = (
+        tokens, *, max_new_tokens, min_new_tokens = 0, eos_ids = Vec::new(), stop_ids = Vec::new(), ignore_eos = false,
+        priority = 0, salt = Vec::new(), extras = Vec::new(), stream = false, prompt_logprobs = false, grammar = false,
+        wait_kv = false, hold = false, n = 1, user = 0
+    ))]
+    // One keyword for each property of a request.
+    #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools)]
+    fn add(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        max_new_tokens: u32,
+        min_new_tokens: u32,
+        eos_ids: Vec<u32>,
+        stop_ids: Vec<u32>,
+        ignore_eos: bool,
+        priority: i32,
+        salt: Vec<u8>,
+        extras: Vec<(Bound<'_, PyAny>, u32, Vec<u8>)>,
+        stream: bool,
+        prompt_logprobs: bool,
+        grammar: bool,
+        wait_kv: bool,
+        hold: bool,
+        n: u32,
+        user: u64,
+    ) -> PyResult<Vec<u64>> {
+        let extras: Vec<Extra> = prepared::extras(extras)?;
+        let prepared = Prepared {
+            tokens: prepared::tokens(tokens, self.vocab)?,
+            max_new: max_new_tokens,
+            min_new: min_new_tokens,
+            eos: eos_ids,
+            stop_ids,
+            ignore_eos,
+            priority,
+            salt,
+            extras,
+            flags: PrepFlags { stream, prompt_logprobs, grammar, wait_kv, hold },
+            forks: n,
+            user,
+        };
+        self.send(py, |inbox| inbox.add(&prepared)).map(|seqs| seqs.into_iter().map(Seq::to_u64).collect())
+    }
+
+    fn abort(&self, py: Python<'_>, seq: u64) -> PyResult<()> {
+        self.send(py, |inbox| inbox.abort(Seq::from_u64(seq)))
+    }
+
+    #[pyo3(signature = (seq, num_tokens, reason = "stop"))]
+    fn stop_at(&self, py: Python<'_>, seq: u64, num_tokens: u32, reason: &str) -> PyResult<()> {
+        let finish = metrics::finish_named(reason).ok_or_else(|| {
+            PyValueError::new_err(format!("reason is {reason:?}; use \"stop\", \"length\", \"abort\" or \"error\""))
+        })?;
+        self.send(py, |inbox| inbox.stop_at(Seq::from_u64(seq), num_tokens, finish))
+    }
+
+    fn grammar_ready(&self, py: Python<'_>, seq: u64, ok: bool) -> PyResult<()> {
+        self.send(py, |inbox| inbox.grammar_ready(Seq::from_u64(seq), ok))
+    }
+
+    fn propose(&self, py: Python<'_>, seq: u64, tokens: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let drafts = prepared::tokens(tokens, self.vocab)?;
+        self.with(py, |inner| inner.scheduler.propose(Seq::from_u64(seq), &drafts))
+    }
+
+    fn schedule(&self, py: Python<'_>, now_ns: u64) -> PyResult<i32> {
+        self.detached(py, |inner| inner.schedule(now_ns))
+    }
+
+    fn plan_dummy(&self, py: Python<'_>, now_ns: u64) -> PyResult<usize> {
+        self.detached(py, |inner| {
+            let plan = inner.scheduler.plan_dummy(now_ns)?;
+            inner.steps[plan.slot] = plan.step;
+            Ok::<_, StepError>(plan.slot)
+        })
+    }
+
+    fn complete(&self, py: Python<'_>, slot: usize, now_ns: u64) -> PyResult<usize> {
+        self.detached(py, |inner| inner.complete(slot, now_ns))
+    }
+
+    #[pyo3(signature = (slot, now_ns = None))]
+    fn fail_step(&self, py: Python<'_>, slot: usize, now_ns: Option<u64>) -> PyResult<usize> {
+        self.detached(py, |inner| {
+            let (step, now_ns) = (inner.step_of(slot), now_ns.unwrap_or(inner.now_ns));
+            Ok::<_, StepError>(inner.scheduler.fail_step(step, now_ns)?.len())
+        })
+    }
+
+    fn flush(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with(py, |inner| inner.scheduler.flush().len())
+    }
+
+    fn outputs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let copy = |inner: &mut Inner| output::int32_bytes(py, inner.scheduler.outputs().rows.iter().copied());
+        output::int32_view(&self.with(py, copy)??)
+    }
+
+    fn notify<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let copy = |inner: &mut Inner| {
+            output::int32_bytes(py, inner.scheduler.outputs().notify.iter().map(|row| row.cast_signed()))
+        };
+        output::int32_view(&self.with(py, copy)??)
+    }
+
+    fn output_tokens<'py>(&self, py: Python<'py>, seq: u64) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let copy = |inner: &mut Inner| {
+            let tokens = inner.scheduler.output_tokens(Seq::from_u64(seq))?;
+            Some(output::int32_bytes(py, tokens.iter().map(|token| token.cast_signed())))
+        };
+        self.with(py, copy)?.map(|bytes| output::int32_view(&bytes?)).transpose()
+    }
+
+    fn history<'py>(&self, py: Python<'py>, seq: u64) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let copy = |inner: &mut Inner| {
+            let tokens = inner.scheduler.history(Seq::from_u64(seq))?;
+            Some(output::int32_bytes(py, tokens.iter().map(|token| token.cast_signed())))
+        };
+        self.with(py, copy)?.map(|bytes| output::int32_view(&bytes?)).transpose()
+    }
+
+    fn info<'py>(&self, py: Python<'py>, seq: u64) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let info = self.with(py, |inner| inner.scheduler.info(Seq::from_u64(seq)))?;
+        info.map(|info| metrics::info(py, &info)).transpose()
+    }
+
+    fn begin_save<'py>(&self, py: Python<'py>, seq: u64) -> PyResult<Bound<'py, PyDict>> {
+        let save = self.with(py, |inner| inner.scheduler.begin_save(Seq::from_u64(seq)))?;
+        transfers::save(py, &save.map_err(|refused| error::raise(py, &refused))?)
+    }
+
+    fn begin_load<'py>(&self, py: Python<'py>, seq: u64, tokens: u32) -> PyResult<Bound<'py, PyDict>> {
+        let load = self.with(py, |inner| inner.scheduler.begin_load(Seq::from_u64(seq), tokens))?;
+        transfers::load(py, &load.map_err(|refused| error::raise(py, &refused))?)
+    }
+
+    fn transfer_ended(&self, py: Python<'_>, transfer: u64, ok: bool) -> PyResult<()> {
+        let outcome = if ok { Outcome::Done } else { Outcome::Failed };
+        self.send(py, |inbox| inbox.transfer(transfers::from_u64(transfer), outcome))
+    }
+
+    fn release(&self, py: Python<'_>, seq: u64) -> PyResult<bool> {
+        self.with(py, |inner| inner.scheduler.release(Seq::from_u64(seq)))
+    }
+
+    fn has_work(&self, py: Python<'_>) -> PyResult<bool> {
+        self.with(py, |inner| inner.scheduler.has_work())
+    }
+
+    fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.with(py, |inner| inner.scheduler.counts())?;
+        metrics::counts(py, &counters)
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let snapshot = self.with(py, |inner| inner.scheduler.snapshot())?;
+        metrics::stats(py, &snapshot)
+    }
+
+    fn check(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.with(py, |inner| inner.scheduler.check().err())
+    }
+
+    fn drain_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let drained = self.with(py, |inner| {
+            let mut events = Vec::new();
+            inner.scheduler.events(&mut events);
+            events
+        })?;
+        metrics::events(py, &drained)
+    }
+
+    /// Makes the core panic, as a fault in it would.
+    fn inject_fault(&self, py: Python<'_>, message: String) -> PyResult<()> {
+        // The one panic written on purpose: the tests' way to see what a real one leads to.
+        #[allow(clippy::panic)]
+        self.with(py, |_| panic!("{message}"))
+    }
+
+    fn close(&self, py: Python<'_>) {
+        // The scheduler drops outside of the interpreter lock, the memory's owners inside of it.
+        let taken = self.inner.lock().map_or_else(|poisoned| poisoned.into_inner().take(), |mut inner| inner.take());
+        if let Some(inner) = taken {
+            let Inner { scheduler, owners, .. } = inner;
+            py.detach(|| drop(scheduler));
+            drop(owners);
+        }
+    }
+}

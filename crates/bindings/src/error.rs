@@ -1,0 +1,70 @@
+//! The one table from Rust errors to Python classes. The classes live in `deepinfer.errors`, imported at the first error.
+
+use deepinfer_scheduler::{ConfigError, LayoutError, Reject, StepError, TransferError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyType;
+
+static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+
+/// A Rust error that has a class in Python; its text goes over as it is.
+pub trait PythonError: std::fmt::Display {
+    /// Name of the class in `deepinfer.errors`.
+    fn class(&self) -> &'static str;
+}
+
+impl PythonError for ConfigError {
+    fn class(&self) -> &'static str {
+        "ConfigError"
+    }
+}
+
+impl PythonError for LayoutError {
+    fn class(&self) -> &'static str {
+        "RingLayoutError"
+    }
+}
+
+impl PythonError for StepError {
+    fn class(&self) -> &'static str {
+        match self {
+            Self::Pool(_) => "ConfigError",
+            Self::NoRing | Self::InFlight(_) | Self::NotInFlight(_) | Self::RingBusy { .. } => "StepOrderError",
+        }
+    }
+}
+
+impl PythonError for TransferError {
+    fn class(&self) -> &'static str {
+        "TransferError"
+    }
+}
+
+impl PythonError for Reject {
+    fn class(&self) -> &'static str {
+        match self {
+            Self::NeverFits { .. } | Self::TooLong { .. } => "PromptTooLongError",
+            Self::Empty => "EmptyPromptError",
+            Self::BadToken { .. } => "TokenOutOfRangeError",
+            Self::Conflict(_) => "InvalidRequestError",
+            Self::Closed => "EngineDeadError",
+        }
+    }
+}
+
+/// The exception for a Rust error.
+pub fn raise(py: Python<'_>, error: &impl PythonError) -> PyErr {
+    named(py, error.class(), error.to_string())
+}
+
+/// An exception of a class of `deepinfer.errors`, for what only the edge can see.
+pub fn named(py: Python<'_>, class: &str, message: String) -> PyErr {
+    let found = ERRORS
+        .get_or_try_init(py, || PyModule::import(py, "deepinfer.errors").map(Bound::unbind))
+        .and_then(|module| module.bind(py).getattr(class))
+        .and_then(|class| class.cast_into::<PyType>().map_err(PyErr::from));
+    match found {
+        Ok(class) => PyErr::from_type(class, (message,)),
+        Err(error) => error,
+    }
+}

@@ -1,0 +1,156 @@
+//! Counts, counters and what is known of a sequence, as dictionaries. For metrics and tests, not for every step.
+
+use deepinfer_scheduler::{Counters, Counts, Event, Finish, Info, Metrics, Status};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+
+/// A dictionary of the named fields of a struct.
+macro_rules! fields {
+    ($py:expr, $from:expr, $($name:ident),+ $(,)?) => {{
+        let dict = PyDict::new($py);
+        $(dict.set_item(stringify!($name), $from.$name)?;)+
+        dict
+    }};
+}
+
+fn pool_counts<'py>(py: Python<'py>, counts: &Counts) -> PyResult<Bound<'py, PyDict>> {
+    Ok(fields!(
+        py,
+        counts,
+        total,
+        free,
+        cached,
+        held,
+        parked,
+        reserved,
+        held_by_transfers,
+        cached_fenced,
+        sequence_refs,
+        transfer_refs
+    ))
+}
+
+/// `{"groups": [...], "slots": {...}}`.
+pub fn counts<'py>(py: Python<'py>, counters: &Counters) -> PyResult<Bound<'py, PyDict>> {
+    let groups = counters.groups.iter().map(|counts| pool_counts(py, counts)).collect::<PyResult<Vec<_>>>()?;
+    let dict = PyDict::new(py);
+    dict.set_item("groups", groups)?;
+    dict.set_item("slots", pool_counts(py, &counters.slots)?)?;
+    Ok(dict)
+}
+
+/// One flat dictionary of integers.
+pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyDict>> {
+    let dict = fields!(
+        py,
+        metrics,
+        steps,
+        decode_steps,
+        prefill_steps,
+        mixed_steps,
+        prefill_tokens,
+        recomputed_tokens,
+        decode_rows,
+        drafted,
+        accepted,
+        output_tokens,
+        added,
+        admitted,
+        hit_tokens,
+        asked_tokens,
+        preemptions,
+        row_waits,
+        forks,
+        failed_steps,
+        stale,
+        misuse,
+        count_faults,
+        running,
+        decoding,
+        waiting,
+        wait_grammar,
+        wait_kv,
+        wait_fork,
+        transfers,
+        available_blocks,
+        last_step,
+        last_step_ns
+    );
+    for (name, count) in ["stop", "length", "abort", "error"].into_iter().zip(metrics.finished) {
+        dict.set_item(format!("finished_{name}"), count)?;
+    }
+    Ok(dict)
+}
+
+const fn status_name(status: Status) -> &'static str {
+    match status {
+        Status::WaitGrammar => "wait_grammar",
+        Status::WaitKv => "wait_kv",
+        Status::WaitFork => "wait_fork",
+        Status::Ready => "ready",
+        Status::Running => "running",
+        Status::SwappingOut => "swapping_out",
+        Status::Swapped => "swapped",
+        Status::SwappingIn => "swapping_in",
+        Status::Handover => "handover",
+        Status::Finished => "finished",
+    }
+}
+
+/// Name of a way to end, as outputs and requests use it.
+pub const fn finish_name(finish: Finish) -> &'static str {
+    match finish {
+        Finish::Stop => "stop",
+        Finish::Length => "length",
+        Finish::Abort => "abort",
+        Finish::Error => "error",
+    }
+}
+
+/// Inverse of [`finish_name`].
+pub fn finish_named(name: &str) -> Option<Finish> {
+    [Finish::Stop, Finish::Length, Finish::Abort, Finish::Error].into_iter().find(|&finish| finish_name(finish) == name)
+}
+
+/// What is known of one sequence.
+pub fn info<'py>(py: Python<'py>, info: &Info) -> PyResult<Bound<'py, PyDict>> {
+    let dict = fields!(
+        py,
+        info,
+        prompt_tokens,
+        output_tokens,
+        computed_tokens,
+        cached_tokens,
+        preemptions,
+        priority,
+        arrival,
+        user
+    );
+    dict.set_item("status", status_name(info.status))?;
+    dict.set_item("finish", info.finish.map(finish_name))?;
+    dict.set_item("state_slot", info.slot)?;
+    dict.set_item("arrived_ns", info.times.arrived)?;
+    dict.set_item("admitted_ns", info.times.admitted)?;
+    dict.set_item("first_token_ns", info.times.first_token)?;
+    dict.set_item("finished_ns", info.times.finished)?;
+    Ok(dict)
+}
+
+/// `("stored" | "removed", hash, parent, namespace)` with 16-byte hashes, or `("reset", lost)`.
+pub fn events<'py>(py: Python<'py>, events: &[Event]) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for event in events {
+        let tuple = match *event {
+            Event::Stored { hash, parent, namespace } => change(py, "stored", [hash.0, parent.0, namespace.0])?,
+            Event::Removed { hash, parent, namespace } => change(py, "removed", [hash.0, parent.0, namespace.0])?,
+            Event::Reset { lost } => ("reset", lost).into_pyobject(py)?,
+        };
+        list.append(tuple)?;
+    }
+    Ok(list)
+}
+
+fn change<'py>(py: Python<'py>, kind: &str, hashes: [u128; 3]) -> PyResult<Bound<'py, PyTuple>> {
+    let [hash, parent, namespace] = hashes.map(|hash| PyBytes::new(py, &hash.to_le_bytes()));
+    (kind, hash, parent, namespace).into_pyobject(py)
+}

@@ -1,0 +1,331 @@
+"""The Rust core: scheduler, KV index and step buffers (see docs/architecture.md for the step and its ring).
+
+A sequence handle is one int, ``generation << 32 | index``; a stale one names nothing. Times are the caller's nanoseconds.
+Calls may come from any thread; ``schedule`` and ``complete`` let go of the interpreter lock once each. After a panic inside the
+core every call raises ``EngineDeadError``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, NotRequired, TypedDict, final, type_check_only
+
+HEADER_WORDS: Final[int]
+OUTPUT_WORDS: Final[int]
+
+@final
+class PagedGroup:
+    """Pages of ``page_tokens`` tokens in a pool of ``num_pages`` (the null page 0 included).
+
+    ``sources`` holds ``(entries_per_page, entry_bytes)`` of each tensor family that shares the page ids.
+    """
+
+    def __new__(cls, *, page_tokens: int, num_pages: int, sources: Sequence[tuple[int, int]]) -> PagedGroup: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def sources(self) -> list[tuple[int, int]]: ...
+
+@final
+class StateGroup:
+    """Bytes of one sequence that do not page: ``stored`` outlive it on request, ``dropped`` die with it."""
+
+    def __new__(cls, *, stored: int, dropped: int, replicas: int = 0, ring: int = 0, cut: int = 0) -> StateGroup: ...
+    @property
+    def stored(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def ring(self) -> int: ...
+    @property
+    def cut(self) -> int: ...
+
+@final
+class CoreConfig:
+    """Everything a core is built from.
+
+    The first group is paged and its page is the hash block. ``max_chunk_tokens`` 0 = the token budget. ``model`` to ``salt`` root
+    the hash chain: two engines share blocks only if all of them agree. Values are checked together by ``Core``.
+    """
+
+    def __new__(
+        cls,
+        *,
+        groups: Sequence[PagedGroup | StateGroup],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        max_draft: int = 0,
+        ring_slots: int = 3,
+        device_ordered: bool = False,
+        prefix_caching: bool = True,
+        event_capacity: int = 0,
+        max_chunk_tokens: int = 0,
+        chunk_align: int = 1,
+        bypass: int = 16,
+        headroom_tokens: int = 16,
+        kv_lease_ns: int = 60_000_000_000,
+        hit_rule: Literal["all", "state_slice"] = "all",
+        model: str = "",
+        revision: str = "",
+        weight_format: str = "",
+        kv_format: str = "",
+        numerics: str = "",
+        hit_policy: str = "exact",
+        salt: bytes = b"",
+    ) -> CoreConfig: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_draft(self) -> int: ...
+    @property
+    def ring_slots(self) -> int: ...
+    @property
+    def prefix_caching(self) -> bool: ...
+    @property
+    def device_ordered(self) -> bool: ...
+
+@type_check_only
+class PoolCounts(TypedDict):
+    """Pages of one paged group (or state slots) by state: ``free + cached + held + parked + reserved == total``."""
+
+    total: int
+    free: int
+    cached: int
+    held: int
+    parked: int
+    reserved: int
+    held_by_transfers: int
+    cached_fenced: int
+    sequence_refs: int
+    transfer_refs: int
+
+@type_check_only
+class Counts(TypedDict):
+    """Counts of every pool; ``groups`` has one entry for each paged group."""
+
+    groups: list[PoolCounts]
+    slots: PoolCounts
+
+@type_check_only
+class SequenceInfo(TypedDict):
+    """What is known of a sequence. Times are the caller's nanoseconds, 0 = not yet."""
+
+    status: Literal[
+        "wait_grammar",
+        "wait_kv",
+        "wait_fork",
+        "ready",
+        "running",
+        "swapping_out",
+        "swapped",
+        "swapping_in",
+        "handover",
+        "finished",
+    ]
+    finish: Literal["stop", "length", "abort", "error"] | None
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int  # positions whose KV is written
+    cached_tokens: int  # prompt tokens that came from the prefix index at the last admission
+    state_slot: int  # 0 when it has none
+    preemptions: int
+    priority: int
+    arrival: int  # order of arrival
+    user: int
+    arrived_ns: int
+    admitted_ns: int
+    first_token_ns: int
+    finished_ns: int
+
+@type_check_only
+class Transfer(TypedDict):
+    """Memory that a mover may read (save) or must write (load) until ``Core.transfer_ended``."""
+
+    transfer: int
+    blocks: memoryview  # int32 block ids, first block first
+    state_slot: int
+    tokens: int  # positions in all
+    present: NotRequired[int]  # loads: leading positions that are in place already
+
+@final
+class Core:
+    """Scheduler, KV index and step buffers of one engine.
+
+    Raises:
+        ConfigError: the configuration cannot work; the message names the value.
+    """
+
+    def __new__(cls, config: CoreConfig) -> Core: ...
+    def layout(self) -> list[tuple[str, int]]:
+        """Fields of a ring slot and their length in int32 words, in the core's order."""
+
+    def slot_maps(self) -> list[tuple[int, int]]:
+        """``(paged group, entries per page)`` of each field ``slots{j}``."""
+
+    def table_columns(self) -> list[int]:
+        """First column of each paged group's section of the block table, then the total."""
+
+    def register_ring(self, slots: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the memory of the ring: for each slot a mapping from field name to an int32 tensor in host memory, or to a
+        writable int32 buffer (numpy, array, memoryview). The core keeps references. While a call of the step loop runs, nobody
+        else may touch the memory, and a tensor must not be resized.
+
+        Raises:
+            RingLayoutError: a field is missing, has another size, type or place, or two overlap; nothing is kept.
+        """
+
+    def add(
+        self,
+        tokens: Any,
+        *,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        eos_ids: Sequence[int] = (),
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        priority: int = 0,
+        salt: bytes = b"",
+        extras: Sequence[tuple[str | int, int, bytes]] = (),
+        stream: bool = False,
+        prompt_logprobs: bool = False,
+        grammar: bool = False,
+        wait_kv: bool = False,
+        hold: bool = False,
+        n: int = 1,
+        user: int = 0,
+    ) -> list[int]:
+        """Checks, hashes and queues a request; gives one handle for each of ``n`` sequences.
+
+        ``tokens`` is a sequence of ints or a one-dimensional buffer of 32- or 64-bit integers. ``extras`` are
+        ``("image" | "adapter" | number, position, identity)`` that the KV depends on beside the tokens, by position. Smaller
+        ``priority`` is served first. ``stream`` has every step's tokens notified, not the last only. A sequence with ``grammar``
+        waits for ``grammar_ready``.
+
+        Raises:
+            EmptyPromptError: no token.
+            TokenOutOfRangeError: an id is negative or not below the vocabulary.
+            PromptTooLongError: no room for an answer within ``max_model_len``, or the request could not even have the whole pool.
+            InvalidRequestError: two settings exclude each other.
+            EngineDeadError: the core is closed or stopped after a fault.
+        """
+
+    def abort(self, seq: int) -> None:
+        """Ends a sequence in whatever status it is, at the next ``schedule``."""
+
+    def stop_at(self, seq: int, num_tokens: int, reason: Literal["stop", "length", "abort", "error"] = "stop") -> None:
+        """Ends a sequence after ``num_tokens`` output tokens; what was made beyond is dropped."""
+
+    def grammar_ready(self, seq: int, ok: bool) -> None:
+        """The grammar of a sequence is compiled, or cannot be: then the sequence ends with an error."""
+
+    def propose(self, seq: int, tokens: Any) -> bool:
+        """Drafts for the next step of a decoding sequence; False if there is no such sequence."""
+
+    def schedule(self, now_ns: int) -> int:
+        """Plans the next step into a ring slot and gives the slot; −1 when there is nothing to run (then see ``flush``).
+
+        Raises:
+            StepOrderError: a step is in flight, its slot is still used, or no ring is registered.
+        """
+
+    def plan_dummy(self, now_ns: int) -> int:
+        """Plans a step of one row on the null page, for a rank that must take part in a step without having work."""
+
+    def complete(self, slot: int, now_ns: int) -> int:
+        """Reads ``accepted`` and ``tokens`` of the step in ``slot``, appends, stops, publishes, releases; gives the number of
+        output rows.
+
+        Raises:
+            StepOrderError: no step is in flight in that slot.
+        """
+
+    def fail_step(self, slot: int, now_ns: int | None = None) -> int:
+        """Ends the sequences of the step in ``slot`` with ``error`` and keeps the rest; gives the number of output rows. Without
+        ``now_ns`` the time of the newest ``schedule`` counts."""
+
+    def flush(self) -> int:
+        """After an idle ``schedule``: output rows of sequences that ended without a step (aborted while waiting, failed grammar)."""
+
+    def outputs(self) -> memoryview:
+        """Newest output rows, int32 words, 8 a row: seq index, seq generation, state slot, first token, tokens in this step,
+        finish (0 none, 1 stop, 2 length, 3 abort, 4 error), flags (1 streams, 2 first output), index in the step (−1 none). A
+        copy, valid for as long as it is kept."""
+
+    def notify(self) -> memoryview:
+        """Rows of ``outputs`` that a reader must look at, int32: finished or streaming ones. A copy."""
+
+    def output_tokens(self, seq: int) -> memoryview | None:
+        """Output tokens so far, int32; None once the end has been reported by an earlier step."""
+
+    def history(self, seq: int) -> memoryview | None:
+        """Prompt and output tokens, int32; None as for ``output_tokens``."""
+
+    def info(self, seq: int) -> SequenceInfo | None:
+        """What is known of a sequence; None as for ``output_tokens``."""
+
+    def begin_save(self, seq: int) -> Transfer:
+        """Holds a sequence's blocks and slot for a reader, past its end, until ``transfer_ended``.
+
+        Raises:
+            TransferError: the sequence has ended, or has such a transfer already.
+        """
+
+    def begin_load(self, seq: int, tokens: int) -> Transfer:
+        """Reserves blocks and a slot for the first ``tokens`` positions of a sequence added with ``wait_kv``.
+
+        Raises:
+            TransferError: no room now, or the sequence is not waiting for KV.
+        """
+
+    def transfer_ended(self, transfer: int, ok: bool) -> None:
+        """The mover is done with the memory of a transfer. Late and repeated calls are counted and otherwise ignored."""
+
+    def release(self, seq: int) -> bool:
+        """Lets go of what a sequence added with ``hold`` kept after its end; False if the handle names nothing."""
+
+    def has_work(self) -> bool:
+        """Whether a sequence has not ended, or an end has not been reported."""
+
+    def counts(self) -> Counts:
+        """Blocks and state slots by state."""
+
+    def stats(self) -> dict[str, int]:
+        """Totals since the start (steps, tokens, hits, preemptions, ends by reason, …) and gauges."""
+
+    def check(self) -> str | None:
+        """Recounts pools and holders from scratch, for tests; says what disagrees."""
+
+    def drain_events(self) -> list[tuple[str, bytes, bytes, bytes] | tuple[str, int]]:
+        """Changes of the prefix index since the last call: ``("stored" | "removed", hash, parent, namespace)``, or
+        ``("reset", lost)`` when the log overflowed and what is indexed follows."""
+
+    def inject_fault(self, message: str) -> None:
+        """Panics inside the core, for tests of what a fault leads to. Raises ``EngineDeadError``, as every later call does."""
+
+    def close(self) -> None:
+        """Lets go of pools and ring memory; later calls raise ``EngineDeadError``. Idempotent."""
+
+def bench_steps(core: Core, steps: int, now_ns: int, token: int, shared: Any, prompt_tokens: int, refill: int) -> list[int]:
+    """Nanoseconds of ``schedule`` plus ``complete`` in each of ``steps`` steps, timed inside Rust; every sequence samples ``token``.
+
+    With ``refill`` each sequence that ended is replaced by a request for that many tokens, its prompt being ``shared`` filled up to
+    ``prompt_tokens``. Fewer samples if nothing is left to run.
+    """
+
+def bench_chain_hash(tokens: int, block: int, repeats: int) -> list[int]:
+    """Nanoseconds of hashing a chain of ``tokens`` tokens."""
+
+def bench_prefix_match(tokens: int, block: int, pool_blocks: int, repeats: int) -> list[int]:
+    """Nanoseconds of one prefix match, references taken and blocks listed; each time another chain of a full pool."""

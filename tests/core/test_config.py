@@ -1,0 +1,106 @@
+"""Configuration: what is kept, and that a value that cannot work is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from core_driver import make_config, make_ring
+from deepinfer import _core
+from deepinfer.errors import ConfigError
+
+
+def test_values_come_back() -> None:
+    config = make_config(max_draft=2, ring_slots=4)
+    assert (config.block_tokens, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (16, 4, 64, 128)
+    assert (config.vocab_size, config.max_draft, config.ring_slots, config.prefix_caching, config.device_ordered) == (
+        1000,
+        2,
+        4,
+        True,
+        True,
+    )
+    group = _core.PagedGroup(page_tokens=64, num_pages=9, sources=[(64, 128), (32, 8)])
+    assert (group.page_tokens, group.num_pages, group.sources) == (64, 9, [(64, 128), (32, 8)])
+    state = _core.StateGroup(stored=10, dropped=20, replicas=1, ring=134, cut=128)
+    assert (state.stored, state.dropped, state.replicas, state.ring, state.cut) == (10, 20, 1, 134, 128)
+
+
+def test_representation_leaves_the_salt_out() -> None:
+    assert "secret" not in repr(make_config(salt=b"secret-tenant"))
+
+
+def test_objects_are_frozen() -> None:
+    config = make_config()
+    with pytest.raises(AttributeError):
+        config.max_num_seqs = 5  # type: ignore[misc]
+    with pytest.raises((AttributeError, TypeError)):
+        config.anything = 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"groups": []}, "paged KV group"),
+        ({"groups": [_core.StateGroup(stored=1, dropped=1)]}, "paged"),
+        ({"groups": [_core.PagedGroup(page_tokens=24, num_pages=9, sources=[(24, 8)])]}, "page_tokens"),
+        ({"groups": [_core.PagedGroup(page_tokens=16, num_pages=1, sources=[(16, 8)])]}, "num_pages"),
+        ({"groups": [_core.PagedGroup(page_tokens=16, num_pages=9, sources=[])]}, "no source"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 3}, "max_num_batched_tokens"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"ring_slots": 2}, "ring_slots"),
+        ({"hit_rule": "sometimes"}, "hit_rule"),
+    ],
+)
+def test_value_that_cannot_work_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        _core.Core(make_config(**changes))
+
+
+def test_group_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="PagedGroup or a StateGroup"):
+        make_config(groups=[{"page_tokens": 16}])
+
+
+def test_layout_follows_the_contract() -> None:
+    core = _core.Core(make_config(max_draft=1))
+    words = dict(core.layout())
+    tokens, seqs, rows, columns = 64, 4, 4 * 2, 8
+    assert words == {
+        "header": 64,
+        "ids": tokens,
+        "pos": tokens,
+        "slots0": tokens,
+        "cu_q": seqs + 1,
+        "seq_len": seqs,
+        "state_row": seqs,
+        "seq_flags": seqs,
+        "sample_off": seqs + 1,
+        "sample_row": rows,
+        "rng_pos": rows,
+        "grammar_row": rows,
+        "table_delta": 3 * (2 * columns + seqs + tokens),
+        "clone_blocks": 3 * seqs,
+        "clone_states": 2 * seqs,
+        "zero_states": seqs,
+        "admitted": 4 * seqs,
+        "tokens": rows,
+        "accepted": seqs,
+    }
+    assert core.slot_maps() == [(0, 16)]
+    assert core.table_columns() == [0, columns]
+
+
+def test_one_slot_map_for_each_group_and_entry_count() -> None:
+    groups = [
+        _core.PagedGroup(page_tokens=128, num_pages=9, sources=[(64, 528), (64, 288), (128, 68)]),
+        _core.PagedGroup(page_tokens=64, num_pages=17, sources=[(64, 32)]),
+        _core.StateGroup(stored=64, dropped=64),
+    ]
+    core = _core.Core(make_config(groups=groups, max_model_len=256))
+    assert core.slot_maps() == [(0, 64), (0, 128), (1, 64)]
+    assert core.table_columns() == [0, 2, 6]
+    core.register_ring(make_ring(core))

@@ -1,0 +1,96 @@
+"""The edge: a panic stops the core and not the process, a closed core says so, and the interpreter lock is let go of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from core_driver import Driver, prompt
+from deepinfer import _core
+from deepinfer.errors import DeepInferError, EngineDeadError
+
+CALLS: dict[str, Callable[[_core.Core], object]] = {
+    "schedule": lambda core: core.schedule(1),
+    "plan_dummy": lambda core: core.plan_dummy(1),
+    "complete": lambda core: core.complete(0, 1),
+    "fail_step": lambda core: core.fail_step(0),
+    "flush": lambda core: core.flush(),
+    "add": lambda core: core.add([1], max_new_tokens=1),
+    "abort": lambda core: core.abort(1),
+    "stop_at": lambda core: core.stop_at(1, 1),
+    "grammar_ready": lambda core: core.grammar_ready(1, True),
+    "propose": lambda core: core.propose(1, [1]),
+    "outputs": lambda core: core.outputs(),
+    "notify": lambda core: core.notify(),
+    "begin_save": lambda core: core.begin_save(1),
+    "begin_load": lambda core: core.begin_load(1, 16),
+    "transfer_ended": lambda core: core.transfer_ended(1, True),
+    "release": lambda core: core.release(1),
+    "output_tokens": lambda core: core.output_tokens(1),
+    "history": lambda core: core.history(1),
+    "info": lambda core: core.info(1),
+    "counts": lambda core: core.counts(),
+    "stats": lambda core: core.stats(),
+    "check": lambda core: core.check(),
+    "has_work": lambda core: core.has_work(),
+    "drain_events": lambda core: core.drain_events(),
+    "layout": lambda core: core.layout(),
+    "register_ring": lambda core: core.register_ring([]),
+}
+
+
+def test_the_table_names_every_method() -> None:
+    public = {name for name in dir(_core.Core) if not name.startswith("_")}
+    assert public - set(CALLS) == {"close", "inject_fault", "slot_maps", "table_columns"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_panic_stops_the_core(name: str) -> None:
+    driver = Driver()
+    driver.core.add(prompt(5), max_new_tokens=5)
+    driver.step()
+    with pytest.raises(EngineDeadError, match="after a fault: pages went missing"):
+        driver.core.inject_fault("pages went missing")
+    with pytest.raises(EngineDeadError, match="after a fault: pages went missing"):
+        CALLS[name](driver.core)
+    driver.core.close()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_closed_core_says_so(name: str) -> None:
+    driver = Driver()
+    driver.core.close()
+    driver.core.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        CALLS[name](driver.core)
+
+
+def test_another_core_is_not_touched_by_a_fault() -> None:
+    broken, sound = Driver(), Driver()
+    handle = sound.core.add(prompt(5), max_new_tokens=3)[0]
+    with pytest.raises(DeepInferError):
+        broken.core.inject_fault("x")
+    assert [row[5] for row in sound.run()] == [0, 0, 2]
+    assert list(sound.core.output_tokens(handle)) == [15, 16, 17]
+
+
+def test_threads_run_while_a_call_has_let_go_of_the_lock() -> None:
+    """A long call in another thread does not stop this one: the timed loop runs ~10^5 steps without the interpreter lock."""
+    driver = Driver(max_model_len=1 << 20, groups=[_core.PagedGroup(page_tokens=16, num_pages=1 << 13, sources=[(16, 64)])])
+    driver.core.add(prompt(5), max_new_tokens=100_000)
+    done = threading.Event()
+
+    def work() -> None:
+        _core.bench_steps(driver.core, 100_000, 1, 50, (), 0, 0)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    counted = 0
+    while not done.is_set():
+        counted += 1
+    thread.join()
+    # With the lock kept, this loop could only have run before the call began and after it ended.
+    assert counted > 1000
