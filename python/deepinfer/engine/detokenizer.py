@@ -166,8 +166,10 @@ class Detokenizer:
     def _feed_bytes(self, token_id: int) -> str:
         table, scheme = self._table, self._table.scheme
         data = table.token_bytes(token_id)
+        if not data:
+            return ""  # an id without a token is not there: it does not even end a run of bytes
         if self._at_start and scheme is not None:
-            if data and scheme.metaspace is not None and scheme.metaspace_drops_first:
+            if scheme.metaspace is not None and scheme.metaspace_drops_first:
                 data = data.replace(b" ", b"")
                 self._at_start = False
             if self._strip:
