@@ -82,15 +82,15 @@ fn hash_row(block: usize) -> Row {
     let hasher = hasher(block);
     let mut random = Random(7);
     let mut tokens: Vec<u32> = (0..TOKENS).map(|_| random.next() as u32 % 50_000).collect();
-    let mut hashes = Vec::with_capacity(TOKENS / block);
+    let mut out = Vec::with_capacity(TOKENS / block);
     let (median, p99, max) = best(|| {
         Samples::take(400, |i| {
             tokens[i % block] = i as u32;
-            hashes.clear();
+            out.clear();
             let start = Instant::now();
-            hasher.hash_into(black_box(&tokens), &[], &mut hashes);
+            hasher.hash_into(black_box(&tokens), &[], &mut out);
             let time = micros(start);
-            black_box(&hashes);
+            black_box(&out);
             time * 1024.0 / TOKENS as f64
         })
     });

@@ -21,6 +21,8 @@ mod pages;
 mod parked;
 mod parts;
 mod pool;
+mod publish;
+mod refs;
 mod reservation;
 mod state_slots;
 

@@ -1,15 +1,16 @@
-//! Block pool and prefix index: who holds which block, what is matchable, what may be reused.
+//! Block pool: which blocks there are, what may be reused, and handing them out. References are in `refs`, the index in
+//! `publish`.
 
 use crate::cached::CachedQueue;
 use crate::counts::{Counts, PoolStats};
 use crate::error::PoolError;
-use crate::events::{Event, EventLog};
-use crate::ids::{Block, BlockHash, Fence, Owner, StepId, TransferId};
+use crate::events::EventLog;
+use crate::ids::{Block, BlockHash, Owner, StepId, TransferId};
 use crate::index::PrefixIndex;
 use crate::node::Node;
 use crate::pages::PageGroup;
 use crate::parked::Parked;
-use crate::parts::{Part, PartSet, Tier};
+use crate::parts::PartSet;
 
 /// One paged group as the pool sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +65,7 @@ pub(crate) struct OpenTransfer {
 /// - A released prefix is queued leaf first, so the oldest cached block never has an indexed child, and what is indexed is
 ///   closed under prefixes.
 /// - Fences never go back: a release opens no earlier than any released before it, so a block shared by several holders
-///   waits for the latest step that any of them named. `now` in every call is the step being planned (or, on a device that
+///   waits for the latest step that any of them named. A fence names a step that has been planned. `now` in every call is the step being planned (or, on a device that
 ///   does not run steps in order, one past the last completed); `Step(n)` is open when `n < now`.
 /// - A release behind a transfer hands the reference to that transfer: the block stays held until the transfer closes.
 /// - Copy on write: a writer that shares a private block ([`BlockPool::is_shared`]) allocates another, has the device copy the
@@ -88,13 +89,13 @@ pub struct BlockPool {
     pub(crate) ref_totals: [u64; 2],
     pub(crate) further: Box<[PageGroup]>,
     pub(crate) transfers: Vec<OpenTransfer>,
-    events: Option<EventLog>,
-    prefix_caching: bool,
+    pub(crate) events: Option<EventLog>,
+    pub(crate) prefix_caching: bool,
     /// Newest step that any release named.
-    last_fence: u64,
+    pub(crate) last_fence: u64,
     /// Steps below this are open.
-    opened: u64,
-    stats: PoolStats,
+    pub(crate) opened: u64,
+    pub(crate) stats: PoolStats,
 }
 
 impl BlockPool {
@@ -147,7 +148,7 @@ impl BlockPool {
         })
     }
 
-    // ---- how much there is -------------------------------------------------------------------------------------------
+    // ---- how much there is ---------------------------------------------------------------------------------------------
 
     /// Blocks an empty pool can hand out, over all groups.
     pub fn capacity(&self) -> u32 {
@@ -169,8 +170,8 @@ impl BlockPool {
         cached + (self.parked.len() - self.parked.open_at(now.0)) + self.held_by_transfers
     }
 
-    /// By how much taking a reference on `leaf` lowers what is available or coming back: the unreferenced blocks of its
-    /// prefix. Lets admission be decided without disturbing the eviction order.
+    /// Unreferenced blocks of the prefix that ends at `leaf`: taking a reference on it lowers what is available by at most
+    /// this (exactly, if no fence of theirs is closed). Lets admission be decided without disturbing the eviction order.
     pub fn pin_cost(&self, leaf: Block) -> u32 {
         let mut cost = 0;
         let mut at = leaf;
@@ -218,7 +219,7 @@ impl BlockPool {
         1 + self.further.len()
     }
 
-    // ---- taking -------------------------------------------------------------------------------------------------------
+    // ---- taking and reclaiming -----------------------------------------------------------------------------------------
 
     /// A private block with one reference and its pages in every group; evicts the oldest leaf if nothing is free. `None`
     /// exactly when [`BlockPool::available`] is 0.
@@ -251,216 +252,6 @@ impl BlockPool {
         }
         out.extend((0..count).map_while(|_| self.alloc(now, owner)));
         true
-    }
-
-    /// Longest indexed prefix of a chain of hashes. Takes no reference.
-    #[inline]
-    pub fn find_prefix(&self, hashes: &[BlockHash]) -> Hit {
-        let (blocks, leaf) = self.index.longest_prefix(&self.nodes, hashes);
-        Hit { blocks, leaf }
-    }
-
-    /// The indexed block with this hash.
-    pub fn find(&self, hash: BlockHash) -> Option<Block> {
-        self.index.find(&self.nodes, hash)
-    }
-
-    /// Takes a reference on an indexed block and appends its prefix to `out`, first block first. Returns the length.
-    ///
-    /// # Errors
-    /// [`PoolError::BadBlock`], [`PoolError::NotIndexed`].
-    pub fn pin_chain(&mut self, leaf: Block, owner: Owner, out: &mut Vec<Block>) -> Result<usize, PoolError> {
-        self.indexed(leaf)?;
-        let start = out.len();
-        self.refs[leaf.index()][owner.slot()] += 1;
-        self.ref_totals[owner.slot()] += 1;
-        let kind = owner.slot();
-        let mut at = leaf;
-        // Counters of blocks that were cached stay in registers over the walk; most of a cold prefix is.
-        let mut left_cached = 0;
-        loop {
-            out.push(at);
-            let node = &mut self.nodes[at.index()];
-            let before = node.pins;
-            node.pins[kind] += 1;
-            let (parent, stamp) = (node.parent, node.stamp);
-            if before == [0, 0] {
-                self.cached.leave(stamp);
-                left_cached += 1;
-            } else if before[kind] == 0 {
-                self.mixed_raised(owner);
-            }
-            at = parent;
-            if at.is_null() || before[kind] != 0 {
-                break;
-            }
-        }
-        self.held += left_cached;
-        if owner == Owner::Transfer {
-            self.held_by_transfers += left_cached;
-        }
-        while !at.is_null() {
-            out.push(at);
-            at = self.nodes[at.index()].parent;
-        }
-        out[start..].reverse();
-        Ok(out.len() - start)
-    }
-
-    /// Takes another reference on a block that is indexed, or private and held.
-    ///
-    /// # Errors
-    /// [`PoolError::BadBlock`]; [`PoolError::NotHeld`] for a block that is free or parked.
-    pub fn pin(&mut self, block: Block, owner: Owner) -> Result<(), PoolError> {
-        let node = self.node(block)?;
-        if !node.hash.is_some() && !node.is_held() {
-            return Err(self.misuse(PoolError::NotHeld(block)));
-        }
-        self.add_ref(block, owner);
-        Ok(())
-    }
-
-    // ---- publishing ---------------------------------------------------------------------------------------------------
-
-    /// Makes a private block matchable. Call it only once the step that filled the block has completed.
-    ///
-    /// `cursor` is the deepest published block of the holder's chain (null: none yet), on which the holder has a reference;
-    /// that reference moves to the new cursor. `namespace` is [`crate::ChainHasher::root`] of the chain. If the hash is
-    /// indexed already the block stays private, a duplicate, and the cursor moves to the indexed one.
-    ///
-    /// # Errors
-    /// [`PoolError::BadBlock`], [`PoolError::ZeroHash`], [`PoolError::NotHeld`], [`PoolError::NotPrivate`],
-    /// [`PoolError::BadCursor`], [`PoolError::ParentMismatch`].
-    pub fn publish(
-        &mut self,
-        block: Block,
-        hash: BlockHash,
-        cursor: Block,
-        namespace: BlockHash,
-    ) -> Result<Published, PoolError> {
-        let node = self.node(block)?;
-        if !hash.is_some() {
-            return Err(self.misuse(PoolError::ZeroHash));
-        }
-        if node.hash.is_some() {
-            return Err(self.misuse(PoolError::NotPrivate(block)));
-        }
-        let owner = match self.refs[block.index()] {
-            [0, 0] => return Err(self.misuse(PoolError::NotHeld(block))),
-            [0, _] => Owner::Transfer,
-            _ => Owner::Sequence,
-        };
-        if !self.prefix_caching {
-            return Ok(Published { cursor, duplicate: true });
-        }
-        let kind = owner.slot();
-        let cursor_held = cursor.is_null()
-            || (cursor != block
-                && self.nodes.get(cursor.index()).is_some_and(|n| n.hash.is_some())
-                && self.refs[cursor.index()][kind] > 0);
-        if !cursor_held {
-            return Err(self.misuse(PoolError::BadCursor(cursor)));
-        }
-        if let Some(other) = self.index.find(&self.nodes, hash) {
-            return self.publish_duplicate(other, cursor, owner);
-        }
-
-        // The holder's reference on the cursor becomes the new child's pin: the cursor's pins do not change.
-        if !cursor.is_null() {
-            self.refs[cursor.index()][kind] -= 1;
-            self.ref_totals[kind] -= 1;
-        }
-        let node = &mut self.nodes[block.index()];
-        node.hash = hash;
-        node.parent = cursor;
-        let mixed = node.pins[1 - kind] > 0;
-        self.parts[block.index()] = PartSet::PUBLISHED;
-        self.index.insert(&self.nodes, block);
-        if mixed && !cursor.is_null() {
-            self.raise(cursor, if kind == 0 { Owner::Transfer } else { Owner::Sequence });
-        }
-        self.stats.published += 1;
-        if self.events.is_some() {
-            self.namespaces[block.index()] = namespace;
-            self.log(block, true);
-        }
-        Ok(Published { cursor: block, duplicate: false })
-    }
-
-    fn publish_duplicate(&mut self, other: Block, cursor: Block, owner: Owner) -> Result<Published, PoolError> {
-        if self.nodes[other.index()].parent != cursor {
-            return Err(self.misuse(PoolError::ParentMismatch(other)));
-        }
-        self.stats.duplicates += 1;
-        self.add_ref(other, owner);
-        if !cursor.is_null() {
-            // `other` pins the cursor, so this never releases it.
-            let kind = owner.slot();
-            self.refs[cursor.index()][kind] -= 1;
-            self.ref_totals[kind] -= 1;
-            self.nodes[cursor.index()].pins[kind] -= 1;
-        }
-        Ok(Published { cursor: other, duplicate: true })
-    }
-
-    /// Notes that a part of an indexed block is, or is no longer, in a tier.
-    ///
-    /// # Errors
-    /// [`PoolError::BadBlock`], [`PoolError::NotIndexed`].
-    pub fn set_part(&mut self, block: Block, part: Part, tier: Tier, present: bool) -> Result<(), PoolError> {
-        self.indexed(block)?;
-        let parts = &mut self.parts[block.index()];
-        *parts = parts.with(part, tier, present);
-        Ok(())
-    }
-
-    /// Parts of an indexed block; empty for any other.
-    pub fn parts(&self, block: Block) -> PartSet {
-        self.parts.get(block.index()).copied().unwrap_or_default()
-    }
-
-    /// Shortens a hit to its deepest block that has `part` in some tier: the rule of models whose state does not page.
-    pub fn shorten_to(&self, hit: Hit, part: Part) -> Hit {
-        let Hit { mut blocks, mut leaf } = hit;
-        while blocks > 0 && !leaf.is_null() && !self.parts(leaf).has_any(part) {
-            leaf = self.parent(leaf);
-            blocks -= 1;
-        }
-        if blocks == 0 || leaf.is_null() { Hit::default() } else { Hit { blocks, leaf } }
-    }
-
-    /// Shortens a hit to `blocks` blocks (cap of the prompt, tile rounding).
-    pub fn truncate(&self, hit: Hit, blocks: usize) -> Hit {
-        if blocks == 0 {
-            return Hit::default();
-        }
-        let mut leaf = hit.leaf;
-        for _ in blocks..hit.blocks {
-            leaf = self.parent(leaf);
-        }
-        Hit { blocks: hit.blocks.min(blocks), leaf }
-    }
-
-    // ---- giving back --------------------------------------------------------------------------------------------------
-
-    /// Drops one reference on an indexed block. Blocks of its prefix that nothing holds any more become cached, leaf first.
-    ///
-    /// # Errors
-    /// [`PoolError::BadBlock`], [`PoolError::NotIndexed`], [`PoolError::NotHeld`], [`PoolError::UnknownTransfer`].
-    pub fn unpin(&mut self, block: Block, owner: Owner, fence: Fence) -> Result<(), PoolError> {
-        self.indexed(block)?;
-        self.release(block, owner, fence)
-    }
-
-    /// Drops one reference on a private block. With the last one the block is parked, or free if its fence is open.
-    ///
-    /// # Errors
-    /// [`PoolError::BadBlock`], [`PoolError::NotPrivate`], [`PoolError::NotHeld`], [`PoolError::UnknownTransfer`].
-    pub fn release_private(&mut self, block: Block, owner: Owner, fence: Fence) -> Result<(), PoolError> {
-        if self.node(block)?.hash.is_some() {
-            return Err(self.misuse(PoolError::NotPrivate(block)));
-        }
-        self.release(block, owner, fence)
     }
 
     /// Opens fences up to `now`: parked blocks whose fence is open become free.
@@ -499,30 +290,7 @@ impl BlockPool {
         cleared
     }
 
-    // ---- transfers ----------------------------------------------------------------------------------------------------
-
-    /// From now on fences may name this transfer. False if it is open already.
-    pub fn open_transfer(&mut self, id: TransferId) -> bool {
-        if self.transfers.iter().any(|t| t.id == id) {
-            return false;
-        }
-        self.transfers.push(OpenTransfer { id, handed: Vec::new() });
-        true
-    }
-
-    /// Drops every reference that was released behind the transfer. False, and no effect, if it is not open. References that
-    /// the transfer took itself (`Owner::Transfer`) are its user's to drop.
-    pub fn close_transfer(&mut self, id: TransferId) -> bool {
-        let Some(at) = self.transfers.iter().position(|t| t.id == id) else {
-            return false;
-        };
-        for block in self.transfers.swap_remove(at).handed {
-            self.drop_ref(block, Owner::Transfer);
-        }
-        true
-    }
-
-    // ---- looking ------------------------------------------------------------------------------------------------------
+    // ---- looking -------------------------------------------------------------------------------------------------------
 
     /// Page `j` of a block in a group; 0, the null page, for anything that is not there.
     #[inline]
@@ -570,37 +338,7 @@ impl BlockPool {
         self.index.len()
     }
 
-    /// Moves the events since the last drain to `out`; see [`crate::Event`] for the replay rule.
-    pub fn drain_events(&mut self, out: &mut Vec<Event>) {
-        let Some(log) = &mut self.events else { return };
-        if log.drain(out) > 0 {
-            self.snapshot_events(out);
-        }
-    }
-
-    /// Appends a `Stored` for everything that is indexed, parents first. Nothing unless events are on.
-    pub fn snapshot_events(&self, out: &mut Vec<Event>) {
-        if self.events.is_none() {
-            return;
-        }
-        let mut seen = vec![false; self.nodes.len()];
-        let mut path = Vec::new();
-        for id in 1..self.nodes.len() as u32 {
-            let mut at = Block(id);
-            while !at.is_null()
-                && self.nodes[at.index()].hash.is_some()
-                && !std::mem::replace(&mut seen[at.index()], true)
-            {
-                path.push(at);
-                at = self.nodes[at.index()].parent;
-            }
-            while let Some(block) = path.pop() {
-                out.push(self.event(block, true));
-            }
-        }
-    }
-
-    // ---- inside -------------------------------------------------------------------------------------------------------
+    // ---- inside --------------------------------------------------------------------------------------------------------
 
     /// Free blocks for which every group has pages.
     #[inline]
@@ -609,13 +347,13 @@ impl BlockPool {
     }
 
     #[cold]
-    fn misuse(&mut self, error: PoolError) -> PoolError {
+    pub(crate) fn misuse(&mut self, error: PoolError) -> PoolError {
         self.stats.misuse += 1;
         error
     }
 
     #[inline]
-    fn node(&mut self, block: Block) -> Result<Node, PoolError> {
+    pub(crate) fn node(&mut self, block: Block) -> Result<Node, PoolError> {
         match self.nodes.get(block.index()) {
             Some(node) if !block.is_null() => Ok(*node),
             _ => Err(self.misuse(PoolError::BadBlock(block))),
@@ -623,152 +361,16 @@ impl BlockPool {
     }
 
     #[inline]
-    fn indexed(&mut self, block: Block) -> Result<(), PoolError> {
+    pub(crate) fn indexed(&mut self, block: Block) -> Result<(), PoolError> {
         if self.node(block)?.hash.is_some() { Ok(()) } else { Err(self.misuse(PoolError::NotIndexed(block))) }
     }
 
-    #[inline]
-    fn raise_private(&mut self, block: Block, owner: Owner) {
-        let kind = owner.slot();
-        self.refs[block.index()][kind] += 1;
-        self.ref_totals[kind] += 1;
-        self.nodes[block.index()].pins[kind] += 1;
-        if owner == Owner::Transfer {
-            self.held_by_transfers += 1;
-        }
-    }
-
-    /// A block that only the other kind held is now held by `owner` too.
-    #[inline]
-    fn mixed_raised(&mut self, owner: Owner) {
-        if owner == Owner::Sequence {
-            self.held_by_transfers -= 1;
-        }
-    }
-
-    fn add_ref(&mut self, block: Block, owner: Owner) {
-        self.refs[block.index()][owner.slot()] += 1;
-        self.ref_totals[owner.slot()] += 1;
-        self.raise(block, owner);
-    }
-
-    /// One more holder of that kind: up the chain until a block already had one.
-    fn raise(&mut self, block: Block, owner: Owner) {
-        let kind = owner.slot();
-        let mut at = block;
-        while !at.is_null() {
-            let node = &mut self.nodes[at.index()];
-            let before = node.pins;
-            node.pins[kind] += 1;
-            let (parent, stamp) = (node.parent, node.stamp);
-            if before[kind] != 0 {
-                return;
-            }
-            if before == [0, 0] {
-                self.cached.leave(stamp);
-                self.held += 1;
-                if owner == Owner::Transfer {
-                    self.held_by_transfers += 1;
-                }
-            } else {
-                self.mixed_raised(owner);
-            }
-            at = parent;
-        }
-    }
-
-    fn release(&mut self, block: Block, owner: Owner, fence: Fence) -> Result<(), PoolError> {
-        if self.refs[block.index()][owner.slot()] == 0 {
-            return Err(self.misuse(PoolError::NotHeld(block)));
-        }
-        match fence {
-            Fence::Open => self.drop_ref(block, owner),
-            Fence::Step(step) => {
-                self.last_fence = self.last_fence.max(step.0);
-                self.drop_ref(block, owner);
-            }
-            Fence::Transfer(id) => {
-                let Some(at) = self.transfers.iter().position(|t| t.id == id) else {
-                    return Err(self.misuse(PoolError::UnknownTransfer(id)));
-                };
-                self.transfers[at].handed.push(block);
-                if owner == Owner::Sequence {
-                    self.add_ref(block, Owner::Transfer);
-                    self.drop_ref(block, Owner::Sequence);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// One reference less: up the chain until a block keeps one of that kind.
-    fn drop_ref(&mut self, block: Block, owner: Owner) {
-        let kind = owner.slot();
-        self.refs[block.index()][kind] -= 1;
-        self.ref_totals[kind] -= 1;
-        let fence = if self.last_fence < self.opened { 0 } else { self.last_fence };
-        let mut at = block;
-        while !at.is_null() {
-            let node = &mut self.nodes[at.index()];
-            node.pins[kind] -= 1;
-            let (pins, parent, hashed) = (node.pins, node.parent, node.hash.is_some());
-            if pins[kind] != 0 {
-                return;
-            }
-            if pins == [0, 0] {
-                self.held -= 1;
-                if owner == Owner::Transfer {
-                    self.held_by_transfers -= 1;
-                }
-                if hashed {
-                    self.cached.push(&mut self.nodes, at, fence);
-                } else if fence == 0 {
-                    self.free_block(at);
-                } else {
-                    self.parked.push(&mut self.nodes, at, fence);
-                }
-            } else if owner == Owner::Sequence {
-                self.held_by_transfers += 1;
-            }
-            at = parent;
-        }
-    }
-
-    fn free_block(&mut self, block: Block) {
+    pub(crate) fn free_block(&mut self, block: Block) {
         for group in &mut self.further {
             group.give_back(block);
         }
         self.nodes[block.index()].parent = self.free_head;
         self.free_head = block;
         self.free += 1;
-    }
-
-    /// Takes a block that has just left the cached queue out of the index.
-    fn unindex(&mut self, block: Block) {
-        if self.events.is_some() {
-            self.log(block, false);
-        }
-        self.index.remove(&self.nodes, block);
-        self.nodes[block.index()].hash = BlockHash::NONE;
-        self.nodes[block.index()].parent = Block::NULL;
-        self.parts[block.index()] = PartSet::EMPTY;
-    }
-
-    fn event(&self, block: Block, stored: bool) -> Event {
-        let node = self.nodes[block.index()];
-        let namespace = self.namespaces[block.index()];
-        let parent = if node.parent.is_null() { namespace } else { self.nodes[node.parent.index()].hash };
-        if stored {
-            Event::Stored { hash: node.hash, parent, namespace }
-        } else {
-            Event::Removed { hash: node.hash, parent, namespace }
-        }
-    }
-
-    fn log(&mut self, block: Block, stored: bool) {
-        let event = self.event(block, stored);
-        if let Some(log) = &mut self.events {
-            self.stats.events_lost += log.push(event);
-        }
     }
 }
