@@ -1,0 +1,5 @@
+"""Gated activation of the feed-forward block."""
+
+from .reference import swiglu
+
+__all__ = ["swiglu"]

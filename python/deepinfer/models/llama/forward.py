@@ -1,0 +1,135 @@
+"""How a Llama-family model is computed.
+
+Rows are padded once to a fixed set of counts and stay padded through all layers. The residual stream is float32;
+projections run in the run dtype, attention and norms in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+
+from ...kernels.kv_write import kv_write
+from ...kernels.linear import PackedLinear, pack_linear, row_bucket
+from ...kernels.paged_attention import make_plan, paged_attention
+from ...kernels.rms_norm import rms_norm
+from ...kernels.rope import RopeTable
+from ...kernels.swiglu import swiglu
+from ..base import ForwardBatch, PagedGroup, Source, StateGroup
+from ..registry import architecture_of
+from .containers import LayerParameters, LlamaParameters
+from .ops import pad_step, split_heads
+from .topology import LlamaTopology, read_topology
+
+
+class _Layer:
+    """Packed projections and norms of one layer, ready to run."""
+
+    __slots__ = ("down", "gate_up", "input_norm", "out", "post_norm", "qk_norm", "qkv", "window")
+
+    def __init__(self, p: LayerParameters, t: LlamaTopology, window: int | None) -> None:
+        self.input_norm, self.post_norm = p.input_norm, p.post_norm
+        self.qkv = pack_linear(p.qkv, p.qkv_bias)
+        self.out = pack_linear(p.out, p.out_bias)
+        self.gate_up = pack_linear(p.gate_up, p.gate_up_bias)
+        self.down = pack_linear(p.down, p.down_bias)
+        self.qk_norm = None
+        if p.qk_norm is not None:
+            self.qk_norm = torch.cat((p.qk_norm[:1].expand(t.heads, -1), p.qk_norm[1:].expand(t.kv_heads, -1)))
+        self.window = window
+
+
+class LlamaModel:
+    """Llama, Mistral, Qwen2 and Qwen3 for causal language modelling; see ``models.base.Model`` for the contract."""
+
+    def __init__(self, topology: LlamaTopology, dtype: torch.dtype, device: torch.device) -> None:
+        self.topology = topology
+        self.dtype, self.device = dtype, device
+        self.vocab_size = topology.vocab
+        self.max_position = topology.max_position
+        self._parameters: LlamaParameters | None = LlamaParameters(topology, dtype, device)
+        self._rope = RopeTable(topology.rope, device)
+        self._layers: list[_Layer] = []
+        self._names = [(f"layers.{index}.k", f"layers.{index}.v") for index in range(topology.layers)]
+        self._embed = self._parameters.embed
+        self._norm = self._parameters.norm
+        self._head: PackedLinear | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
+        """See ``registry.LoadableModel``."""
+        return cls(read_topology(config, architecture_of(config)), dtype, device)
+
+    @classmethod
+    def position_limit(cls, config: Mapping[str, Any]) -> int:
+        """See ``registry.LoadableModel``."""
+        return read_topology(config, architecture_of(config)).max_position
+
+    def _loading(self) -> LlamaParameters:
+        if self._parameters is None:
+            raise RuntimeError("the model's parameters are already loaded and packed")
+        return self._parameters
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See ``registry.LoadableModel``."""
+        return {name: tuple(place.shape) for name, place in self._loading().places.items()}
+
+    def optional_tensors(self) -> tuple[str, ...]:
+        """Old checkpoints store rotary frequencies; some tied ones store the head a second time."""
+        return ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if self.topology.tied else ()))
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """See ``registry.LoadableModel``."""
+        return self._loading().places[name]
+
+    def finish_loading(self) -> None:
+        """Packs the weights layer by layer and frees the unpacked ones."""
+        parameters = self._loading()
+        self._parameters = None
+        self._head = pack_linear(parameters.head, largest_rows=64 if self.device.type == "cpu" else None)
+        parameters.places.clear()
+        layers = parameters.layers
+        for index, window in enumerate(self.topology.windows):
+            self._layers.append(_Layer(layers[0], self.topology, window))
+            del layers[0]
+            assert len(self._layers) == index + 1
+
+    def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:
+        """One paged group: keys and values of every layer, in the run dtype, under ``layers.<i>.k`` and ``layers.<i>.v``."""
+        names = tuple(name for pair in self._names for name in pair)
+        source = Source(names, block_tokens, (self.topology.kv_heads, self.topology.head_dim), self.dtype)
+        return [PagedGroup(block_tokens, (source,))], []
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Hidden states ``[T, hidden]`` in the run dtype after the final norm; writes K and V of the rows to ``kv``."""
+        t = self.topology
+        count = batch.ids.shape[0]
+        rows = row_bucket(count)
+        ids, pos, slots = pad_step(batch.ids, batch.pos, batch.slots[0], rows)
+        cos, sin = self._rope.cos_sin(pos)
+        page_tokens = kv[self._names[0][0]].shape[1]
+        plan = make_plan(batch.pos, batch.block_table, batch.cu_q_host, batch.seq_len_host, batch.num_decodes, page_tokens)
+        scale = t.head_dim**-0.5
+        x = F.embedding(ids, self._embed).float()
+        for layer, (k_name, v_name) in zip(self._layers, self._names, strict=True):
+            k_cache, v_cache = kv[k_name], kv[v_name]
+            normed = rms_norm(x, layer.input_norm, t.eps, self.dtype)
+            q, k, v = split_heads(layer.qkv(normed), t.heads, t.kv_heads, t.head_dim, layer.qk_norm, t.eps, cos, sin)
+            kv_write(k_cache, k, slots)
+            kv_write(v_cache, v, slots)
+            attended = paged_attention(q, k_cache, v_cache, plan, scale, layer.window)
+            x += layer.out(attended.view(rows, t.q_size).to(self.dtype))
+            normed = rms_norm(x, layer.post_norm, t.eps, self.dtype)
+            x += layer.down(swiglu(layer.gate_up(normed)))
+        return rms_norm(x, self._norm, t.eps, self.dtype)[:count]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` ``[R, hidden]`` → float32 ``[R, vocab]``; the rows may be any choice of rows of ``forward``."""
+        if self._head is None:
+            raise RuntimeError("finish_loading has not been called")
+        return self._head(hidden).float()

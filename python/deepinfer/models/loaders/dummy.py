@@ -1,0 +1,36 @@
+"""Random weights from a seed: a model of the right shape and a sane scale, with nothing but a config."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+import torch
+
+
+class DummySource:
+    """Normal weights of deviation ``1/sqrt(in)``, norms one, biases small; each tensor depends on (seed, name) only."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        self._shapes, self._seed = dict(shapes), seed
+
+    def names(self) -> Iterable[str]:
+        """See ``WeightSource``."""
+        return self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``WeightSource``."""
+        return self._shapes[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """See ``WeightSource``; drawn on the CPU, so every device gets the same values."""
+        shape = self._shapes[name]
+        if len(shape) == 1 and name.endswith("norm.weight"):
+            return torch.ones(shape)
+        generator = torch.Generator().manual_seed((self._seed & 0x7FFF_FFFF) << 32 | zlib.crc32(name.encode()))
+        deviation = shape[-1] ** -0.5 if len(shape) > 1 else 0.02
+        return torch.randn(shape, generator=generator) * deviation
+
+    def where(self, name: str) -> str:
+        """See ``WeightSource``."""
+        return "random weights"

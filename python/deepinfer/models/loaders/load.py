@@ -1,0 +1,54 @@
+"""Fills a model from what ``resolve_model`` found."""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import ConfigError, UnsupportedFormatError
+from ..registry import LoadableModel, resolve_architecture
+from .dummy import DummySource
+from .fp8 import Fp8Source
+from .gguf_source import GgufSource
+from .resolved import ResolvedModel
+from .safetensors_source import SafetensorsSource
+from .source import Progress, WeightSource, fill
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+RUN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _source(source: ResolvedModel, load_format: str, seed: int, model: LoadableModel) -> WeightSource:
+    if load_format == "dummy":
+        return DummySource(model.parameter_shapes(), seed)
+    found = source.weight_format
+    if found == "none":
+        raise UnsupportedFormatError(f"{source.name}: no weights that can be read (safetensors or GGUF); load_format='dummy' runs random ones")
+    if load_format != "auto" and load_format != ("gguf" if found == "gguf" else "safetensors"):
+        raise ConfigError(f"load_format={load_format!r}, but {source.name} holds {found} weights; use load_format='auto'")
+    if found == "gguf":
+        return GgufSource(source.weight_files, source.config)
+    stored = SafetensorsSource(source.weight_files)
+    return Fp8Source(stored, source.config["quantization_config"]) if found == "fp8" else stored
+
+
+def load_model(
+    source: ResolvedModel,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> LoadableModel:
+    """Builds the model of ``source`` on ``device`` with run dtype ``dtype`` and fills it.
+
+    ``load_format``: ``auto``, ``safetensors``, ``gguf`` or ``dummy`` (random weights from ``seed``, needs only the config).
+    ``progress(done, total)`` counts bytes of parameters. Raises ``UnsupportedModelError``, ``UnsupportedConfigError``,
+    ``UnsupportedFormatError``, ``CheckpointError`` or ``ConfigError``.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    if dtype not in RUN_DTYPES:
+        raise ConfigError(f"dtype {dtype} is not one of float32, bfloat16, float16")
+    model = resolve_architecture(source.architecture).from_config(source.config, dtype, torch.device(device))
+    fill(model, _source(source, load_format, seed, model), progress)
+    return model

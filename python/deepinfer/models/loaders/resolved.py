@@ -1,0 +1,45 @@
+"""What a model name stands for, before any weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """Where text rules come from: a directory with tokenizer files, or the metadata of a GGUF file."""
+
+    kind: Literal["hf", "gguf"]
+    path: Path
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model that was found; ``load_model`` turns it into one that runs."""
+
+    name: str
+    """As the user wrote it."""
+    model_id: str
+    """Identity for cache keys: hub id, or the absolute path."""
+    revision: str
+    """Commit of a hub snapshot; for local files a digest of file names, sizes and modification times."""
+    weight_format: str
+    """``safetensors``, ``fp8``, ``gguf`` or ``none`` (no weights are there: only ``load_format="dummy"`` can run it)."""
+    config: dict[str, Any]
+    """Fields of config.json, or the same fields made from GGUF metadata."""
+    architecture: str
+    weight_files: tuple[Path, ...]
+    tokenizer: TokenizerSource
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a sequence: generation_config's list, else config's; empty if neither has any."""
+        for source in (self.generation_config, self.config):
+            value = source.get("eos_token_id")
+            if value is not None:
+                return tuple(int(item) for item in (value if isinstance(value, list) else [value]))
+        return ()

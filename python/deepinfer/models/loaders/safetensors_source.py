@@ -1,0 +1,115 @@
+"""Reads (sharded) safetensors checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...errors import CheckpointError
+from ..config import read_json
+
+_INDEX = "model.safetensors.index.json"
+_MAX_HEADER = 100_000_000
+
+
+def find_safetensors(directory: Path) -> tuple[Path, ...]:
+    """Weight files of a checkpoint directory: those of the index, else ``model.safetensors``, else every other one.
+
+    Raises ``CheckpointError`` naming a shard the index lists and the directory lacks. Empty if there are none.
+    """
+    index = directory / _INDEX
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index}: no 'weight_map' object")
+        files = sorted({directory / str(name) for name in weight_map.values()})
+        for file in files:
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing, {index.name} lists it")
+        return tuple(files)
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return (single,)
+    return tuple(sorted(file for file in directory.glob("*.safetensors") if not file.name.startswith("consolidated")))
+
+
+def _read_header(path: Path) -> dict[str, dict[str, Any]]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > _MAX_HEADER:
+            raise CheckpointError(f"{path}: not a safetensors file")
+        if size < 8 + length:
+            raise CheckpointError(f"{path} is truncated: its header needs {8 + length} bytes, the file has {size}")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{path}: header is not valid ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: header is not an object")
+    header.pop("__metadata__", None)
+    try:
+        expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise CheckpointError(f"{path}: header has an entry without data_offsets") from error
+    if size < expected:
+        cut = next(name for name, entry in header.items() if 8 + length + entry["data_offsets"][1] > size)
+        raise CheckpointError(f"{path} is truncated at tensor {cut!r}: expected {expected} bytes, the file has {size}")
+    return header
+
+
+class SafetensorsSource:
+    """Tensors of several safetensors files; a name in two files or missing from the file the index names is an error."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._directory = files[0].parent
+        for path in files:
+            for name, entry in _read_header(path).items():
+                if name in self._files:
+                    raise CheckpointError(f"tensor {name!r} is both in {self._files[name]} and in {path}")
+                self._files[name] = path
+                self._shapes[name] = tuple(entry["shape"])
+                self.dtypes[name] = entry["dtype"]
+        self._expected: dict[str, str] = {}
+        index = self._directory / _INDEX
+        if index.is_file():
+            self._expected = read_json(index)["weight_map"]
+            for name, file in self._expected.items():
+                if name not in self._files:
+                    raise CheckpointError(f"tensor {name!r} is missing from {self._directory / file}, {_INDEX} lists it")
+        self._open: dict[Path, Any] = {}
+
+    def names(self) -> Iterable[str]:
+        """See ``WeightSource``."""
+        return self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``WeightSource``."""
+        return self._shapes[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as stored."""
+        path = self._files[name]
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(path, framework="pt")
+            tensor: torch.Tensor = self._open[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"tensor {name!r} cannot be read from {path}: {error}") from error
+        return tensor
+
+    def where(self, name: str) -> str:
+        """See ``WeightSource``."""
+        path = self._files.get(name)
+        if path is not None:
+            return str(path)
+        return str(self._directory / self._expected[name] if name in self._expected else self._directory)

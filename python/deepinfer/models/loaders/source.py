@@ -1,0 +1,83 @@
+"""What a checkpoint reader offers, and how a model is filled from it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from ...errors import CheckpointError, UnsupportedFormatError
+from ..registry import LoadableModel
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in total) of loaded parameters, after each tensor."""
+
+_ADAPTER_MARKS = {
+    ".qweight": "AWQ or GPTQ",
+    ".qzeros": "AWQ or GPTQ",
+    ".lora_A": "LoRA",
+    ".lora_B": "LoRA",
+    ".absmax": "bitsandbytes",
+    ".quant_map": "bitsandbytes",
+    ".weight_packed": "compressed-tensors",
+    "weight_format_hqq": "HQQ",
+}
+
+
+class WeightSource(Protocol):
+    """Tensors of a checkpoint under the names of the ``transformers`` layout."""
+
+    def names(self) -> Iterable[str]:
+        """Every tensor in the checkpoint."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape after expansion, without reading the data."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in a float dtype; raises ``CheckpointError`` if it cannot be read."""
+
+    def where(self, name: str) -> str:
+        """File that holds (or should hold) the tensor, for messages."""
+
+
+def refuse_marked(names: Iterable[str]) -> None:
+    """Raises ``UnsupportedFormatError`` if tensor names show a packed or adapter format."""
+    for name in names:
+        for mark, what in _ADAPTER_MARKS.items():
+            if mark in name:
+                raise UnsupportedFormatError(f"tensor {name!r} belongs to a {what} checkpoint, which is not read; use the full checkpoint")
+
+
+def fill(model: LoadableModel, source: WeightSource, progress: Progress | None = None) -> None:
+    """Copies every parameter of ``model`` from ``source``, converting to the parameter's dtype.
+
+    Names and shapes are compared before any data is read. Raises ``CheckpointError`` naming tensor and file if one is
+    missing, unexpected or of another shape.
+    """
+    wanted = model.parameter_shapes()
+    present = set(source.names())
+    refuse_marked(present - wanted.keys())
+    for name, shape in wanted.items():
+        if name not in present:
+            raise CheckpointError(f"tensor {name!r} is missing from {source.where(name)}")
+        found = source.shape(name)
+        if found != shape:
+            raise CheckpointError(f"tensor {name!r} in {source.where(name)} has shape {list(found)}, the configuration needs {list(shape)}")
+    optional = model.optional_tensors()
+    for name in sorted(present - wanted.keys()):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in optional):
+            raise CheckpointError(f"tensor {name!r} in {source.where(name)} is not part of this architecture with this configuration")
+    total = sum(model.parameter(name).nbytes for name in wanted)
+    done = 0
+    for name in wanted:
+        place = model.parameter(name)
+        tensor = source.read(name)
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"tensor {name!r} in {source.where(name)} has dtype {tensor.dtype}, expected a float type")
+        place.copy_(tensor)
+        done += place.nbytes
+        if progress is not None:
+            progress(done, total)
+    model.finish_loading()
