@@ -210,6 +210,7 @@ impl Lanes {
     }
 
     fn remove(&mut self, lane: usize, seqs: &mut SeqPool) {
+        seqs.clear_lane(self.seq[lane]);
         let mut hole = lane;
         if lane < self.decoding {
             self.decoding -= 1;

@@ -298,6 +298,11 @@ impl Scheduler {
         Some(&self.kv.tables.row(self.lanes.state[lane])[..self.lanes.blocks[lane] as usize])
     }
 
+    /// Page `j` of a block in a paged group: what a mover of KV reads or writes.
+    pub fn page(&self, group: usize, block: Block, j: usize) -> u32 {
+        self.kv.blocks.page(group, block, j)
+    }
+
     /// Proposes the next tokens of a decoding sequence; they are verified in the next step that has room for them. False if
     /// the handle is stale or the sequence is not decoding. Proposals beyond the configured number are cut.
     pub fn propose(&mut self, seq: Seq, drafts: &[u32]) -> bool {

@@ -1,0 +1,384 @@
+//! Random operations against the KV oracle and a naive model of what must hold after each of them.
+
+mod common;
+
+use common::{EOS, Rig, config, paged, prompt, state, values};
+use deepinfer_scheduler::{
+    Block, Config, Finish, HitRule, Load, Outcome, PrepFlags, Prepared, Save, Seq, Status, Tier,
+};
+use proptest::prelude::*;
+use proptest::test_runner::{Config as Cases, TestRunner};
+
+const OPS: usize = 420;
+const CASES: u32 = 256;
+const MAX_LEN: u32 = 96;
+
+#[derive(Clone, Debug)]
+enum Op {
+    Step,
+    Add { family: u8, len: u32, max_new: u32, forks: u32, min_new: u32, priority: i32, flags: u8 },
+    Abort(u16),
+    StopAt(u16, u32),
+    Propose(u16, u32, bool),
+    Grammar(u16, bool),
+    Load(u16, u32),
+    Save(u16),
+    Close(u16, bool, bool),
+    Release(u16),
+    Slice(u16, u32),
+    FailStep,
+    Dummy,
+    Late,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        30 => Just(Op::Step),
+        8 => (0..4u8, 1..60u32, 1..24u32, prop_oneof![6 => Just(1u32), 2 => 2..4u32], 0..4u32, -1..2i32, any::<u8>()).prop_map(
+            |(family, len, max_new, forks, min_new, priority, flags)| Op::Add { family, len, max_new, forks, min_new, priority, flags }
+        ),
+        2 => any::<u16>().prop_map(Op::Abort),
+        1 => (any::<u16>(), 0..10u32).prop_map(|(k, n)| Op::StopAt(k, n)),
+        8 => (any::<u16>(), 1..5u32, prop::bool::weighted(0.7)).prop_map(|(k, n, right)| Op::Propose(k, n, right)),
+        3 => (any::<u16>(), prop::bool::weighted(0.8)).prop_map(|(k, ok)| Op::Grammar(k, ok)),
+        3 => (any::<u16>(), 1..60u32).prop_map(|(k, n)| Op::Load(k, n)),
+        2 => any::<u16>().prop_map(Op::Save),
+        3 => (any::<u16>(), prop::bool::weighted(0.7), prop::bool::weighted(0.2)).prop_map(|(k, ok, twice)| Op::Close(k, ok, twice)),
+        1 => any::<u16>().prop_map(Op::Release),
+        2 => (any::<u16>(), 1..8u32).prop_map(|(k, n)| Op::Slice(k, n)),
+        1 => Just(Op::FailStep),
+        1 => Just(Op::Dummy),
+        1 => Just(Op::Late),
+    ]
+}
+
+#[derive(Clone, Debug)]
+struct Shape {
+    block: u32,
+    pages: u32,
+    seqs: u32,
+    tokens: u32,
+    draft: u32,
+    chunk: u32,
+    align: u32,
+    headroom: u32,
+    bits: u8,
+}
+
+fn shape() -> impl Strategy<Value = Shape> {
+    (2..5u32, 26..60u32, 1..6u32, 6..48u32, 0..4u32, (0..12u32, 1..9u32, 0..20u32), any::<u8>()).prop_map(
+        |(shift, pages, seqs, tokens, draft, (chunk, align, headroom), bits)| Shape {
+            block: 1 << shift,
+            pages: (pages * 8 / (1 << shift)).max(8),
+            seqs,
+            tokens: tokens.max(seqs),
+            draft,
+            chunk,
+            align,
+            headroom,
+            bits,
+        },
+    )
+}
+
+impl Shape {
+    fn config(&self) -> Config {
+        let mut c = config(self.block, self.pages, self.seqs, self.tokens);
+        c.limits.max_model_len = MAX_LEN;
+        c.limits.max_draft = self.draft;
+        c.policy.max_chunk_tokens = self.chunk;
+        c.policy.chunk_align = self.align;
+        c.policy.headroom_tokens = self.headroom;
+        c.policy.bypass = u32::from(self.bits % 3);
+        c.policy.kv_lease_ns = 40;
+        c.device_ordered = self.bits & 1 == 0;
+        c.prefix_caching = self.bits & 6 != 0;
+        c.event_capacity = usize::from(self.bits & 8 != 0) * 64;
+        if self.bits & 16 != 0 {
+            c.groups = vec![
+                paged(self.block, self.pages, &[self.block / 2, self.block]),
+                paged(self.block / 2, self.pages * 2 - 3, &[self.block / 4]),
+            ];
+        }
+        if self.bits & 32 != 0 {
+            c.groups.push(state());
+            if self.bits & 64 != 0 {
+                c.policy.hit_rule = HitRule::StateSlice;
+            }
+        }
+        c
+    }
+}
+
+enum Open {
+    Save { save: Save, expected: Vec<u64> },
+    Load { seq: Seq, load: Load },
+}
+
+struct World {
+    rig: Rig,
+    live: Vec<Seq>,
+    open: Vec<Open>,
+    restores: bool,
+    bypass: u32,
+}
+
+impl World {
+    fn new(shape: &Shape) -> Self {
+        let config = shape.config();
+        let mut rig = Rig::new(&config);
+        let restores = rig.has_state && config.policy.hit_rule == HitRule::StateSlice;
+        if restores {
+            rig.slices = Some(std::collections::HashMap::new());
+        }
+        Self { rig, live: Vec::new(), open: Vec::new(), restores, bypass: config.policy.bypass }
+    }
+
+    fn pick(&self, k: u16) -> Option<Seq> {
+        (!self.live.is_empty()).then(|| self.live[k as usize % self.live.len()])
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match *op {
+            Op::Step => self.step(),
+            Op::Add { .. } => self.add(op),
+            Op::Abort(k) => {
+                if let Some(seq) = self.pick(k) {
+                    self.rig.inbox.abort(seq).unwrap();
+                }
+            }
+            Op::StopAt(k, n) => {
+                if let Some(seq) = self.pick(k) {
+                    // Whoever cuts has seen the tokens he cuts at.
+                    let made = self.rig.scheduler.info(seq).map_or(0, |i| i.output_tokens);
+                    self.rig.inbox.stop_at(seq, n.min(made), Finish::Abort).unwrap();
+                }
+            }
+            Op::Propose(k, n, right) => self.propose(k, n, right),
+            Op::Grammar(k, ok) => {
+                if let Some(seq) = self.pick(k) {
+                    self.rig.inbox.grammar_ready(seq, ok).unwrap();
+                }
+            }
+            Op::Load(k, tokens) => self.load(k, tokens),
+            Op::Save(k) => self.save(k),
+            Op::Close(k, ok, twice) => self.close(k, ok, twice),
+            Op::Release(k) => {
+                if let Some(seq) = self.pick(k) {
+                    let handover = self.rig.status(seq) == Some(Status::Handover);
+                    assert_eq!(self.rig.scheduler.release(seq), handover);
+                }
+            }
+            Op::Slice(k, blocks) => {
+                if let Some(seq) = self.pick(k).filter(|_| self.restores) {
+                    let boundary = blocks * self.rig.scheduler.block_tokens();
+                    self.rig.scheduler.note_state_slice(seq, boundary, Tier::Host, true);
+                }
+            }
+            Op::FailStep => {
+                if let Some(plan) = self.rig.schedule() {
+                    // The device may have written anything by then.
+                    self.rig.execute(&plan);
+                    self.rig.fail(plan.step);
+                }
+            }
+            Op::Dummy => {
+                let plan = self.rig.scheduler.plan_dummy(self.rig.clock).unwrap();
+                let slots = self.rig.memory.get(plan.slot, "slots0")[0];
+                assert!(slots < self.rig.scheduler.slot_maps()[0].entries as i32, "writes the null page only");
+                assert_eq!(self.rig.memory.get(plan.slot, "state_row")[0], 0);
+                self.rig.complete(plan.step);
+            }
+            Op::Late => self.rig.clock += 25,
+        }
+        self.rig.verify();
+        let rig = &self.rig;
+        self.live.retain(|&s| rig.status(s) != Some(Status::Finished) && !rig.finished.contains_key(&s) || rig.status(s) == Some(Status::Handover));
+    }
+
+    fn step(&mut self) {
+        let Some(plan) = self.rig.schedule() else {
+            self.progress();
+            self.rig.flush();
+            return;
+        };
+        self.rig.execute(&plan);
+        self.rig.complete(plan.step);
+    }
+
+    /// Nothing runs and a ready sequence fits what is there: then the plan must not be idle.
+    fn progress(&self) {
+        let s = &self.rig.scheduler;
+        let metrics = s.snapshot();
+        if metrics.running > 0 {
+            return;
+        }
+        let slots = s.counts().slots;
+        let free_slots = slots.free + slots.parked - u32::try_from(self.open.len()).unwrap().min(slots.parked);
+        for &seq in &self.live {
+            let Some(info) = s.info(seq).filter(|i| i.status == Status::Ready) else { continue };
+            let need = (info.prompt_tokens + info.output_tokens).div_ceil(s.block_tokens());
+            let fits = u64::from(need) <= metrics.available_blocks && free_slots > 0 && self.open.is_empty();
+            assert!(!fits, "{seq:?} needs {need} blocks, {metrics:?}, bypass {}", self.bypass);
+        }
+    }
+
+    fn add(&mut self, op: &Op) {
+        let Op::Add { family, len, max_new, forks, min_new, priority, flags } = *op else { return };
+        let flags = PrepFlags {
+            stream: flags & 1 != 0,
+            prompt_logprobs: flags & 0b1110 == 2,
+            grammar: flags & 0b110_0000 == 0b110_0000,
+            wait_kv: flags & 0b1_1000 == 0b1_1000 && forks == 1,
+            hold: flags & 0b1110_0000 == 0b1010_0000 && forks == 1,
+        };
+        let flags = PrepFlags { prompt_logprobs: flags.prompt_logprobs && !flags.wait_kv, ..flags };
+        let prepared = Prepared {
+            eos: vec![EOS],
+            stop_ids: if len % 3 == 0 { vec![7, 9, 11, 13, 17] } else { vec![7] },
+            ignore_eos: len % 5 == 0,
+            min_new: min_new.min(max_new),
+            priority,
+            forks,
+            flags,
+            salt: if family == 3 { b"tenant".to_vec() } else { Vec::new() },
+            ..Prepared::new(prompt(family.into(), len), max_new)
+        };
+        let seed = self.rig.requests.len() as u64 * 10;
+        if let Ok(seqs) = self.rig.submit(&prepared, seed) {
+            self.live.extend(seqs);
+        }
+    }
+
+    fn propose(&mut self, k: u16, n: u32, right: bool) {
+        let Some(seq) = self.pick(k) else { return };
+        let expected = self.rig.expected(seq, MAX_LEN);
+        let made = self.rig.scheduler.info(seq).map_or(0, |i| i.output_tokens) as usize;
+        let mut drafts: Vec<u32> = expected.iter().skip(made).take(n as usize).copied().collect();
+        if !right && let Some(last) = drafts.last_mut() {
+            *last = (*last + 1) % common::VOCAB;
+        }
+        self.rig.scheduler.propose(seq, &drafts);
+    }
+
+    fn positions(&self, blocks: &[Block], tokens: u32, mut each: impl FnMut(usize, usize, u32)) {
+        let s = &self.rig.scheduler;
+        let (bt, maps) = (s.block_tokens(), s.slot_maps().to_vec());
+        for (m, map) in maps.iter().enumerate() {
+            for p in (0..tokens).filter(|p| (p + 1) % (1 << map.ratio_shift) == 0) {
+                let block = blocks[(p / bt) as usize];
+                let page = s.page(map.group, block, ((p % bt) >> map.page_shift) as usize);
+                let within = p & ((1 << map.page_shift) - 1);
+                each(m, (page * map.entries + (within >> map.ratio_shift)) as usize, p);
+            }
+        }
+    }
+
+    fn load(&mut self, k: u16, tokens: u32) {
+        let Some(seq) = self.pick(k) else { return };
+        let Ok(load) = self.rig.scheduler.begin_load(seq, tokens) else { return };
+        self.open.push(Open::Load { seq, load });
+    }
+
+    fn deliver(&mut self, seq: Seq, load: &Load) {
+        let prompt = self.rig.requests[&seq].prompt.clone();
+        let h = values(&prompt);
+        let mut writes = Vec::new();
+        self.positions(&load.blocks, load.tokens, |m, at, p| {
+            if p >= load.present {
+                writes.push((m, at, h[p as usize]));
+            }
+        });
+        for (m, at, value) in writes {
+            self.rig.device_mut(m)[at] = value;
+        }
+        if self.rig.has_state {
+            self.rig.device.states[load.slot.index()] = h[load.tokens as usize - 1];
+            self.rig.device.seen[load.slot.index()] = load.tokens;
+        }
+    }
+
+    fn save(&mut self, k: u16) {
+        let Some(seq) = self.pick(k) else { return };
+        let Ok(save) = self.rig.scheduler.begin_save(seq) else { return };
+        let history = self.rig.scheduler.history(seq).unwrap().to_vec();
+        self.open.push(Open::Save { expected: values(&history[..save.tokens as usize]), save });
+    }
+
+    fn close(&mut self, k: u16, ok: bool, twice: bool) {
+        if self.open.is_empty() {
+            return;
+        }
+        let open = self.open.swap_remove(k as usize % self.open.len());
+        let transfer = match &open {
+            Open::Save { save, expected } => {
+                // What is being saved has not been written by anybody, however long ago its sequence ended.
+                let mut reads = Vec::new();
+                self.positions(&save.blocks, save.tokens, |m, at, p| reads.push((m, at, p)));
+                for (m, at, p) in reads {
+                    assert_eq!(self.rig.device_mut(m)[at], expected[p as usize], "saved position {p}");
+                }
+                save.transfer
+            }
+            Open::Load { seq, load } => {
+                if ok {
+                    self.deliver(*seq, load);
+                }
+                load.transfer
+            }
+        };
+        let outcome = if ok { Outcome::Done } else { Outcome::Failed };
+        self.rig.inbox.transfer(transfer, outcome).unwrap();
+        if twice {
+            self.rig.inbox.transfer(transfer, Outcome::Done).unwrap();
+        }
+    }
+
+    fn finish(mut self) {
+        while !self.open.is_empty() {
+            self.close(0, true, false);
+        }
+        for &seq in &self.live.clone() {
+            self.rig.inbox.grammar_ready(seq, true).unwrap();
+            if self.rig.scheduler.info(seq).is_some_and(|i| i.status == Status::WaitKv) {
+                self.rig.inbox.abort(seq).unwrap();
+            }
+        }
+        for _ in 0..4000 {
+            if !self.rig.step() {
+                if !self.rig.scheduler.has_work() {
+                    break;
+                }
+                self.rig.clock += 50;
+                for seq in self.live.iter().copied().chain(self.rig.outputs.keys().copied().collect::<Vec<_>>()) {
+                    self.rig.scheduler.release(seq);
+                }
+            }
+        }
+        assert!(!self.rig.scheduler.has_work(), "everything ends: {:?}", self.rig.scheduler.snapshot());
+        for &seq in &self.live {
+            self.rig.scheduler.release(seq);
+        }
+        self.rig.flush();
+        self.rig.verify_streams(MAX_LEN);
+        self.rig.schedule();
+        self.rig.verify_empty();
+        assert_eq!(self.rig.finished.len(), self.rig.outputs.len(), "each sequence ended once");
+    }
+}
+
+#[test]
+fn random_operations_keep_every_invariant() {
+    let cases = Cases { cases: CASES, failure_persistence: None, max_shrink_iters: 3000, ..Cases::default() };
+    let mut runner = TestRunner::new(cases);
+    runner
+        .run(&(shape(), prop::collection::vec(op(), OPS)), |(shape, ops)| {
+            let mut world = World::new(&shape);
+            for op in &ops {
+                world.apply(op);
+            }
+            world.finish();
+            Ok(())
+        })
+        .unwrap();
+}
