@@ -2,11 +2,23 @@
 
 A sequence handle is one int, ``generation << 32 | index``; a stale one names nothing. Times are the caller's nanoseconds.
 Calls may come from any thread; ``schedule`` and ``complete`` let go of the interpreter lock once each. After a panic inside the
-core every call raises ``EngineDeadError``.
+core every call raises ``EngineDeadError``. A default of ``...`` is empty.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NotRequired, TypedDict, final, type_check_only
+
+__all__ = [
+    "HEADER_WORDS",
+    "OUTPUT_WORDS",
+    "Core",
+    "CoreConfig",
+    "PagedGroup",
+    "StateGroup",
+    "bench_chain_hash",
+    "bench_prefix_match",
+    "bench_steps",
+]
 
 HEADER_WORDS: Final[int]
 OUTPUT_WORDS: Final[int]
@@ -75,7 +87,7 @@ class CoreConfig:
         kv_format: str = "",
         numerics: str = "",
         hit_policy: str = "exact",
-        salt: bytes = b"",
+        salt: bytes = ...,
     ) -> CoreConfig: ...
     @property
     def block_tokens(self) -> int: ...
@@ -192,12 +204,12 @@ class Core:
         *,
         max_new_tokens: int,
         min_new_tokens: int = 0,
-        eos_ids: Sequence[int] = (),
-        stop_ids: Sequence[int] = (),
+        eos_ids: Sequence[int] = ...,
+        stop_ids: Sequence[int] = ...,
         ignore_eos: bool = False,
         priority: int = 0,
-        salt: bytes = b"",
-        extras: Sequence[tuple[str | int, int, bytes]] = (),
+        salt: bytes = ...,
+        extras: Sequence[tuple[str | int, int, bytes]] = ...,
         stream: bool = False,
         prompt_logprobs: bool = False,
         grammar: bool = False,

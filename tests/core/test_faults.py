@@ -77,13 +77,13 @@ def test_another_core_is_not_touched_by_a_fault() -> None:
 
 
 def test_threads_run_while_a_call_has_let_go_of_the_lock() -> None:
-    """A long call in another thread does not stop this one: the timed loop runs ~10^5 steps without the interpreter lock."""
+    """A long call in another thread does not stop this one: the timed loop runs 5,000 steps without the interpreter lock."""
     driver = Driver(max_model_len=1 << 20, groups=[_core.PagedGroup(page_tokens=16, num_pages=1 << 13, sources=[(16, 64)])])
-    driver.core.add(prompt(5), max_new_tokens=100_000)
+    driver.core.add(prompt(5), max_new_tokens=6000)
     done = threading.Event()
 
     def work() -> None:
-        _core.bench_steps(driver.core, 100_000, 1, 50, (), 0, 0)
+        _core.bench_steps(driver.core, 5000, 1, 50, (), 0, 0)
         done.set()
 
     thread = threading.Thread(target=work)

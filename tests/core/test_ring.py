@@ -167,13 +167,12 @@ def test_core_keeps_the_memory_until_it_is_closed() -> None:
 
 def test_buffer_cannot_be_resized_under_the_core() -> None:
     core = _core.Core(make_config())
-    owner = bytearray(4 * 64)
-    ring = [dict(slot) for slot in make_ring(core)]
-    ring[0]["ids"] = memoryview(owner).cast("i")
-    core.register_ring(ring)
-    ring[0]["ids"].release()
+    owner = array.array("i", bytes(4 * 64))
+    core.register_ring([{**slot, "ids": owner} if i == 0 else slot for i, slot in enumerate(make_ring(core))])
     with pytest.raises(BufferError):
-        owner.extend(b"x")
+        owner.append(1)
+    core.close()
+    owner.append(1)
 
 
 def test_steps_from_several_threads_do_not_mix() -> None:

@@ -83,9 +83,8 @@ impl CoreConfig {
     #[pyo3(signature = (
         *, groups, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft = 0, ring_slots = 3,
         device_ordered = false, prefix_caching = true, event_capacity = 0, max_chunk_tokens = 0, chunk_align = 1,
-        bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, hit_rule = "all", model = String::new(),
-        revision = String::new(), weight_format = String::new(), kv_format = String::new(), numerics = String::new(),
-        hit_policy = String::from("exact"), salt = Vec::new()
+        bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, hit_rule = "all", model = "", revision = "",
+        weight_format = "", kv_format = "", numerics = "", hit_policy = "exact", salt = Vec::new()
     ))]
     // One keyword for each setting, so that a call reads like a configuration file.
     #[allow(clippy::too_many_arguments)]
@@ -107,12 +106,12 @@ impl CoreConfig {
         headroom_tokens: u32,
         kv_lease_ns: u64,
         hit_rule: &str,
-        model: String,
-        revision: String,
-        weight_format: String,
-        kv_format: String,
-        numerics: String,
-        hit_policy: String,
+        model: &str,
+        revision: &str,
+        weight_format: &str,
+        kv_format: &str,
+        numerics: &str,
+        hit_policy: &str,
         salt: Vec<u8>,
     ) -> PyResult<Self> {
         let groups = groups.iter().map(group_spec).collect::<PyResult<Vec<_>>>()?;
@@ -133,7 +132,16 @@ impl CoreConfig {
                 device_ordered,
                 prefix_caching,
                 event_capacity,
-                root: Root { model, revision, weight_format, kv_format, numerics, hit_policy, block_tokens, salt },
+                root: Root {
+                    model: model.to_owned(),
+                    revision: revision.to_owned(),
+                    weight_format: weight_format.to_owned(),
+                    kv_format: kv_format.to_owned(),
+                    numerics: numerics.to_owned(),
+                    hit_policy: hit_policy.to_owned(),
+                    block_tokens,
+                    salt,
+                },
                 ring_slots,
             },
         })

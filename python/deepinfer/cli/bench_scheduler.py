@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     jobs += [
         lambda: decode_row(256, 64, RIVAL_STEPS, 1, rival=True),
         lambda: admission_row(256, 64, args.steps, args.runs),
-        lambda: preemption_row(256, 64, args.steps, args.runs),
+        lambda: preemption_row(256, 16, args.steps, args.runs),
     ]
     jobs += [lambda b=b: chain_hash_row(b, args.runs) for b in args.block]  # type: ignore[misc]
     jobs += [lambda t=t: prefix_match_row(t, 64, args.runs) for t in (1 << 10, 8 << 10, 64 << 10)]  # type: ignore[misc]
@@ -87,6 +87,7 @@ class Load:
     block: int
     num_blocks: int  # beside the null block
     max_new: int
+    headroom_tokens: int = 16
     core: _core.Core = field(init=False)
     ring: list[dict[str, NDArray[np.int32]]] = field(init=False)
     now: int = 1
@@ -99,6 +100,7 @@ class Load:
             max_model_len=PROMPT_TOKENS + self.max_new + 1,
             vocab_size=VOCAB,
             device_ordered=True,
+            headroom_tokens=self.headroom_tokens,
             model="bench",
         )
         self.core = _core.Core(config)
@@ -257,12 +259,12 @@ def admission_row(num_seqs: int, block: int, steps: int, runs: int) -> Row:
 
 
 def preemption_row(num_seqs: int, block: int, steps: int, runs: int) -> Row:
-    """More sequences than the pool can hold to their end: steps preempt, and what was preempted comes back."""
+    """More sequences than the pool can hold to their end: about every third step preempts, and what was preempted comes back."""
     results = []
     for _ in range(runs):
         max_new = PROMPT_TOKENS
         fits = (SHARED_TOKENS + num_seqs * (PROMPT_TOKENS - SHARED_TOKENS)) // block
-        load = Load(num_seqs, block, fits + num_seqs // 2, max_new)
+        load = Load(num_seqs, block, fits + num_seqs // 2, max_new, headroom_tokens=0)
         for _ in range(num_seqs):
             load.add(load.prompt(), max_new)
         load.time_steps(WARMUP_STEPS, load.refill)
