@@ -33,7 +33,7 @@ impl Scheduler {
             return;
         }
         let step = self.step + 1;
-        if !self.waiting.worth_a_scan(self.kv.available(), step) {
+        if !self.waiting.worth_a_scan(self.kv.available(), self.lanes.len(), step) {
             return;
         }
         self.waiting.forget_refusal();
@@ -61,7 +61,7 @@ impl Scheduler {
                 Try::NoRoom => {
                     if refused.is_none() {
                         refused = Some(place);
-                        self.waiting.refuse(self.kv.available(), step);
+                        self.waiting.refuse(self.kv.available(), self.lanes.len(), step);
                     }
                     tried += 1;
                     at = self.waiting.after(&place);

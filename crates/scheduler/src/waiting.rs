@@ -33,6 +33,7 @@ impl Place {
 pub(crate) struct Refusal {
     pub head: Place,
     pub available: u32,
+    pub running: usize,
     pub version: u64,
     pub step: u64,
 }
@@ -81,22 +82,23 @@ impl Waiting {
     }
 
     /// Whether a scan could end otherwise than the last one, which refused the head.
-    pub fn worth_a_scan(&self, available: u32, step: u64) -> bool {
+    pub fn worth_a_scan(&self, available: u32, running: usize, step: u64) -> bool {
         match (self.refused, self.head()) {
             (_, None) => false,
             (Some(last), Some(head)) => {
                 last.head != head
                     || last.version != self.version
                     || available > last.available
+                    || running < last.running
                     || step >= last.step + RETRY_STEPS
             }
             (None, Some(_)) => true,
         }
     }
 
-    pub fn refuse(&mut self, available: u32, step: u64) {
+    pub fn refuse(&mut self, available: u32, running: usize, step: u64) {
         if let Some(head) = self.head() {
-            self.refused = Some(Refusal { head, available, version: self.version, step });
+            self.refused = Some(Refusal { head, available, running, version: self.version, step });
         }
     }
 

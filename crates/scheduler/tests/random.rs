@@ -4,13 +4,13 @@ mod common;
 
 use common::{EOS, Rig, config, paged, prompt, state, values};
 use deepinfer_scheduler::{
-    Block, Config, Finish, HitRule, Load, Outcome, PrepFlags, Prepared, Save, Seq, Status, Tier,
+    Block, Config, Finish, HitRule, Load, Metrics, Outcome, PrepFlags, Prepared, Save, Seq, Status, Tier,
 };
 use proptest::prelude::*;
-use proptest::test_runner::{Config as Cases, TestRunner};
+use proptest::test_runner::{Config as Cases, RngAlgorithm, TestRng, TestRunner};
 
 const OPS: usize = 420;
-const CASES: u32 = 256;
+const CASES: u32 = 500;
 const MAX_LEN: u32 = 96;
 
 #[derive(Clone, Debug)]
@@ -33,8 +33,8 @@ enum Op {
 
 fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
-        30 => Just(Op::Step),
-        8 => (0..4u8, 1..60u32, 1..24u32, prop_oneof![6 => Just(1u32), 2 => 2..4u32], 0..4u32, -1..2i32, any::<u8>()).prop_map(
+        70 => Just(Op::Step),
+        14 => (0..4u8, 1..60u32, 1..48u32, prop_oneof![6 => Just(1u32), 2 => 2..4u32], 0..4u32, -1..2i32, any::<u8>()).prop_map(
             |(family, len, max_new, forks, min_new, priority, flags)| Op::Add { family, len, max_new, forks, min_new, priority, flags }
         ),
         2 => any::<u16>().prop_map(Op::Abort),
@@ -66,10 +66,10 @@ struct Shape {
 }
 
 fn shape() -> impl Strategy<Value = Shape> {
-    (2..5u32, 26..60u32, 1..6u32, 6..48u32, 0..4u32, (0..12u32, 1..9u32, 0..20u32), any::<u8>()).prop_map(
+    (2..5u32, 25..55u32, 1..9u32, 10..64u32, 0..4u32, (0..12u32, 1..9u32, 0..20u32), any::<u8>()).prop_map(
         |(shift, pages, seqs, tokens, draft, (chunk, align, headroom), bits)| Shape {
             block: 1 << shift,
-            pages: (pages * 8 / (1 << shift)).max(8),
+            pages: (pages * 4 / (1 << shift)).max(8),
             seqs,
             tokens: tokens.max(seqs),
             draft,
@@ -120,6 +120,8 @@ struct World {
     live: Vec<Seq>,
     open: Vec<Open>,
     restores: bool,
+    loads: u64,
+    saves: u64,
     bypass: u32,
 }
 
@@ -131,7 +133,7 @@ impl World {
         if restores {
             rig.slices = Some(std::collections::HashMap::new());
         }
-        Self { rig, live: Vec::new(), open: Vec::new(), restores, bypass: config.policy.bypass }
+        Self { rig, live: Vec::new(), open: Vec::new(), restores, loads: 0, saves: 0, bypass: config.policy.bypass }
     }
 
     fn pick(&self, k: u16) -> Option<Seq> {
@@ -193,7 +195,10 @@ impl World {
         }
         self.rig.verify();
         let rig = &self.rig;
-        self.live.retain(|&s| rig.status(s) != Some(Status::Finished) && !rig.finished.contains_key(&s) || rig.status(s) == Some(Status::Handover));
+        self.live.retain(|&s| {
+            rig.status(s) != Some(Status::Finished) && !rig.finished.contains_key(&s)
+                || rig.status(s) == Some(Status::Handover)
+        });
     }
 
     fn step(&mut self) {
@@ -227,15 +232,15 @@ impl World {
         let Op::Add { family, len, max_new, forks, min_new, priority, flags } = *op else { return };
         let flags = PrepFlags {
             stream: flags & 1 != 0,
-            prompt_logprobs: flags & 0b1110 == 2,
-            grammar: flags & 0b110_0000 == 0b110_0000,
-            wait_kv: flags & 0b1_1000 == 0b1_1000 && forks == 1,
-            hold: flags & 0b1110_0000 == 0b1010_0000 && forks == 1,
+            prompt_logprobs: flags & 0b1_1110 == 2,
+            grammar: flags & 0b111_0000 == 0b111_0000,
+            wait_kv: flags & 0b1_1100 == 0b1_1100 && forks == 1,
+            hold: flags & 0b1111_1000 == 0b1010_0000 && forks == 1,
         };
         let flags = PrepFlags { prompt_logprobs: flags.prompt_logprobs && !flags.wait_kv, ..flags };
         let prepared = Prepared {
             eos: vec![EOS],
-            stop_ids: if len % 3 == 0 { vec![7, 9, 11, 13, 17] } else { vec![7] },
+            stop_ids: if len % 3 == 0 { vec![7, 9, 11, 13, 17] } else { Vec::new() },
             ignore_eos: len % 5 == 0,
             min_new: min_new.min(max_new),
             priority,
@@ -318,10 +323,12 @@ impl World {
                 for (m, at, p) in reads {
                     assert_eq!(self.rig.device_mut(m)[at], expected[p as usize], "saved position {p}");
                 }
+                self.saves += 1;
                 save.transfer
             }
             Open::Load { seq, load } => {
                 if ok {
+                    self.loads += 1;
                     self.deliver(*seq, load);
                 }
                 load.transfer
@@ -334,7 +341,7 @@ impl World {
         }
     }
 
-    fn finish(mut self) {
+    fn finish(mut self) -> (Metrics, u64, u64) {
         while !self.open.is_empty() {
             self.close(0, true, false);
         }
@@ -364,21 +371,55 @@ impl World {
         self.rig.schedule();
         self.rig.verify_empty();
         assert_eq!(self.rig.finished.len(), self.rig.outputs.len(), "each sequence ended once");
+        (self.rig.scheduler.snapshot(), self.loads, self.saves)
     }
 }
 
 #[test]
 fn random_operations_keep_every_invariant() {
-    let cases = Cases { cases: CASES, failure_persistence: None, max_shrink_iters: 3000, ..Cases::default() };
-    let mut runner = TestRunner::new(cases);
+    // The same operations every time; another seed or more cases on request.
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
+    let cases = number("SCHEDULER_FUZZ_CASES").unwrap_or(CASES);
+    let seed = number("SCHEDULER_FUZZ_SEED").unwrap_or(1);
+    let cases = Cases { cases, failure_persistence: None, max_shrink_iters: 3000, ..Cases::default() };
+    let rng =
+        TestRng::from_seed(RngAlgorithm::ChaCha, &std::array::from_fn::<u8, 32, _>(|i| (seed >> (8 * (i % 4))) as u8));
+    let mut runner = TestRunner::new_with_rng(cases, rng);
+    let seen = std::cell::RefCell::new(Vec::new());
     runner
         .run(&(shape(), prop::collection::vec(op(), OPS)), |(shape, ops)| {
             let mut world = World::new(&shape);
             for op in &ops {
                 world.apply(op);
             }
-            world.finish();
+            seen.borrow_mut().push(world.finish());
             Ok(())
         })
         .unwrap();
+    // The operations reach what they are meant to reach.
+    let total = |of: fn(&Metrics) -> u64| seen.borrow().iter().map(|(m, ..)| of(m)).sum::<u64>();
+    let reached = [
+        ("output tokens", total(|m| m.output_tokens), 20_000),
+        ("preemptions", total(|m| m.preemptions), 500),
+        ("hit tokens", total(|m| m.hit_tokens), 5_000),
+        ("forks", total(|m| m.forks), 200),
+        ("accepted drafts", total(|m| m.accepted), 500),
+        ("rejected drafts", total(|m| m.drafted - m.accepted), 200),
+        ("added", total(|m| m.added), 1),
+        ("admitted", total(|m| m.admitted), 1),
+        ("steps", total(|m| m.steps), 20_000),
+        ("ended", total(|m| m.finished[2] + m.finished[3]), 1),
+        ("loads", seen.borrow().iter().map(|s| s.1).sum(), 100),
+        ("saves", seen.borrow().iter().map(|s| s.2).sum(), 500),
+        ("row waits", total(|m| m.row_waits), 1),
+        ("failed steps", total(|m| m.failed_steps), 200),
+        ("stale handles", total(|m| m.stale), 100),
+        ("mixed steps", total(|m| m.mixed_steps), 1_000),
+        ("stops", total(|m| m.finished[0]), 500),
+        ("lengths", total(|m| m.finished[1]), 500),
+    ];
+    println!("{:?}", reached.map(|(what, count, _)| (what, count)));
+    for (what, count, least) in reached {
+        assert!(count >= least, "{what}: {count} of at least {least}");
+    }
 }

@@ -54,7 +54,10 @@ fn hits_of_models_with_state_end_where_a_slice_is_stored() {
     while rig.scheduler.info(first).is_none_or(|i| i.output_tokens < 2) {
         rig.step();
     }
-    assert!(rig.scheduler.note_state_slice(first, 128, Tier::Host, true), "the first block has a slice, the second none");
+    assert!(
+        rig.scheduler.note_state_slice(first, 128, Tier::Host, true),
+        "the first block has a slice, the second none"
+    );
     assert!(!rig.scheduler.note_state_slice(first, 100, Tier::Host, true), "not a boundary");
     let second = rig.add_long(&prompt(1, 300), 3);
     rig.step();

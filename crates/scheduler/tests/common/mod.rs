@@ -442,7 +442,10 @@ impl Rig {
                     assert_eq!(ids[r] as u32, history[position as usize], "{seq:?} reads its own tokens");
                 }
                 tokens.push(ids[r] as u32);
-                let h = mix(if position == 0 { 7 } else { values(&tokens[..position as usize])[position as usize - 1] }, u64::from(ids[r] as u32));
+                let h = mix(
+                    if position == 0 { 7 } else { values(&tokens[..position as usize])[position as usize - 1] },
+                    u64::from(ids[r] as u32),
+                );
                 for (m, map) in self.device.maps.clone().iter().enumerate() {
                     let ratio = 1u32 << map.ratio_shift;
                     if (position + 1) % ratio != 0 {
@@ -498,7 +501,10 @@ impl Rig {
     }
 
     fn owner(&self, row: usize) -> Seq {
-        let found = self.requests.keys().find(|&&s| self.scheduler.info(s).is_some_and(|i| i.status == Status::Running && i.slot as usize == row));
+        let found = self
+            .requests
+            .keys()
+            .find(|&&s| self.scheduler.info(s).is_some_and(|i| i.status == Status::Running && i.slot as usize == row));
         *found.unwrap_or_else(|| panic!("row {row} belongs to nobody"))
     }
 
