@@ -140,6 +140,12 @@ impl World {
         (!self.live.is_empty()).then(|| self.live[k as usize % self.live.len()])
     }
 
+    /// One of the live sequences in a status.
+    fn pick_in(&self, k: u16, status: Status) -> Option<Seq> {
+        let those: Vec<Seq> = self.live.iter().copied().filter(|&s| self.rig.status(s) == Some(status)).collect();
+        (!those.is_empty()).then(|| those[k as usize % those.len()])
+    }
+
     fn apply(&mut self, op: &Op) {
         match *op {
             Op::Step => self.step(),
@@ -256,7 +262,7 @@ impl World {
     }
 
     fn propose(&mut self, k: u16, n: u32, right: bool) {
-        let Some(seq) = self.pick(k) else { return };
+        let Some(seq) = self.pick_in(k, Status::Running) else { return };
         let expected = self.rig.expected(seq, MAX_LEN);
         let made = self.rig.scheduler.info(seq).map_or(0, |i| i.output_tokens) as usize;
         let mut drafts: Vec<u32> = expected.iter().skip(made).take(n as usize).copied().collect();
@@ -280,8 +286,9 @@ impl World {
     }
 
     fn load(&mut self, k: u16, tokens: u32) {
-        let Some(seq) = self.pick(k) else { return };
-        let Ok(load) = self.rig.scheduler.begin_load(seq, tokens) else { return };
+        let Some(seq) = self.pick_in(k, Status::WaitKv).or(self.pick(k)) else { return };
+        let most = self.rig.requests[&seq].prompt.len() as u32 - 1;
+        let Ok(load) = self.rig.scheduler.begin_load(seq, if most > 0 { 1 + tokens % most } else { 1 }) else { return };
         self.open.push(Open::Load { seq, load });
     }
 
@@ -404,7 +411,7 @@ fn random_operations_keep_every_invariant() {
         ("hit tokens", total(|m| m.hit_tokens), 5_000),
         ("forks", total(|m| m.forks), 200),
         ("accepted drafts", total(|m| m.accepted), 500),
-        ("rejected drafts", total(|m| m.drafted - m.accepted), 200),
+        ("rejected drafts", total(|m| m.drafted - m.accepted), 500),
         ("added", total(|m| m.added), 1),
         ("admitted", total(|m| m.admitted), 1),
         ("steps", total(|m| m.steps), 20_000),
