@@ -7,7 +7,7 @@ All sizes come from host integers of the batch; nothing is read back from the de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -124,8 +124,13 @@ def _mask(keys: torch.Tensor, positions: torch.Tensor, window: int | None) -> to
     return torch.where(seen, zero, zero - torch.inf)
 
 
-def _decode_units(plan: AttentionPlan, window: int | None) -> list[Unit]:
-    units: list[Unit] = []
+def _decode_bundles(plan: AttentionPlan) -> Iterator[tuple[int, int, int]]:
+    """Decoding sequences computed together: (first, end, longest context). One bundle, found without a loop, if memory allows."""
+    if plan.decodes:
+        longest = max(plan.seq_len[: plan.decodes])
+        if -(-longest // KEY_TILE) * plan.cu_q[plan.decodes] <= _TILE_BUDGET:
+            yield 0, plan.decodes, longest
+            return
     sequence = 0
     while sequence < plan.decodes:
         first, longest = sequence, 0
@@ -135,10 +140,16 @@ def _decode_units(plan: AttentionPlan, window: int | None) -> list[Unit]:
                 break
             longest = max(longest, plan.seq_len[sequence])
             sequence += 1
+        yield first, sequence, longest
+
+
+def _decode_units(plan: AttentionPlan, window: int | None) -> list[Unit]:
+    units: list[Unit] = []
+    for first, end, longest in _decode_bundles(plan):
         tiles = max(1, -(-longest // KEY_TILE))
         if window is not None:
             tiles = min(tiles, ring_tiles(window))
-        start, stop = plan.cu_q[first], plan.cu_q[sequence]
+        start, stop = plan.cu_q[first], plan.cu_q[end]
         if start == stop:
             continue
         positions = plan.positions[start:stop]
