@@ -68,7 +68,7 @@ def has_smollm2() -> bool:
 
 def make_engine(model: str, device: str, **settings: Any) -> Engine:
     """An engine with settings that keep tests small and exact."""
-    defaults: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 256, "quiet": True}
+    defaults: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 256, "quiet": True, "num_threads": 1}
     return Engine(EngineConfig(model=model, device=device, **{**defaults, **settings}))
 
 

