@@ -4,7 +4,7 @@ use crate::fork::Sharing;
 use crate::lanes::{NewLane, flag};
 use crate::pool::Status;
 use crate::scheduler::Scheduler;
-use crate::waiting::{Class, Place};
+use crate::waiting::{Class, Place, Room};
 use deepinfer_kvindex::{Block, Owner, Part, Seq, StateSlot};
 
 /// Candidates behind a refused head that one step looks at.
@@ -28,19 +28,27 @@ enum Start {
 
 impl Scheduler {
     /// Admits waiting sequences while rows, lanes and resources last.
-    pub(crate) fn admit(&mut self, mut budget: u32) {
-        if self.waiting.is_empty() || !self.room_for_one(budget) {
+    pub(crate) fn admit(&mut self, budget: u32) {
+        if self.waiting.is_empty()
+            || !self.room_for_one(budget)
+            || !self.waiting.worth_a_scan(self.room(), self.step + 1)
+        {
             return;
         }
-        let step = self.step + 1;
-        if !self.waiting.worth_a_scan(self.kv.available(), self.lanes.len(), step) {
-            return;
-        }
-        self.waiting.forget_refusal();
         self.commands.deltas = (0..self.lanes.len())
             .filter(|&lane| self.lanes.rows[lane] > 0)
             .map(|lane| (self.lanes.blocks[lane] - self.lanes.told[lane]) * self.geometry.pages_per_block)
             .sum();
+        self.scan(budget);
+        // Nothing runs and nothing fits: waiting sequences that hold loaded KV give it up, newest first.
+        while self.lanes.len() == 0 && self.reclaim_held() {
+            self.scan(budget);
+        }
+    }
+
+    /// One pass over the queue.
+    fn scan(&mut self, mut budget: u32) {
+        self.waiting.forget_refusal();
         let mut refused = None;
         let mut tried = 0;
         let mut at = self.waiting.head();
@@ -61,7 +69,7 @@ impl Scheduler {
                 Try::NoRoom => {
                     if refused.is_none() {
                         refused = Some(place);
-                        self.waiting.refuse(self.kv.available(), self.lanes.len(), step);
+                        self.waiting.refuse(self.room(), self.step + 1);
                     }
                     tried += 1;
                     at = self.waiting.after(&place);
@@ -73,11 +81,11 @@ impl Scheduler {
                 break;
             }
         }
-        if let Some(head) = refused
-            && self.lanes.len() == 0
-        {
-            self.reclaim_held(&head, budget);
-        }
+    }
+
+    fn room(&self) -> Room {
+        let slots = self.kv.states.available(self.kv.now);
+        Room { blocks: self.kv.available(), slots, running: self.lanes.len() }
     }
 
     fn room_for_one(&self, budget: u32) -> bool {
@@ -108,21 +116,14 @@ impl Scheduler {
         }
     }
 
-    /// Nothing runs and the head does not fit: waiting sequences that hold loaded KV give it up, newest first.
-    fn reclaim_held(&mut self, head: &Place, budget: u32) {
-        loop {
-            let newest = self
-                .waiting
-                .iter()
-                .rev()
-                .find(|p| *p != head && self.seqs.get(p.seq()).is_some_and(|c| c.holding.is_some()))
-                .copied();
-            let Some(newest) = newest else { return };
-            self.drop_delivered(newest.seq());
-            if let Try::In(_) = self.try_admit(head, budget) {
-                return;
-            }
+    /// The newest waiting sequence that holds loaded KV gives it up. False if there is none.
+    fn reclaim_held(&mut self) -> bool {
+        let newest = self.waiting.iter().rev().map(Place::seq);
+        let newest = newest.into_iter().find(|&seq| self.seqs.get(seq).is_some_and(|c| c.holding.is_some()));
+        if let Some(seq) = newest {
+            self.drop_delivered(seq);
         }
+        newest.is_some()
     }
 
     fn try_admit(&mut self, place: &Place, budget: u32) -> Try {

@@ -30,12 +30,19 @@ impl Place {
 
 /// When the head was last refused, so that an unchanged world is not asked again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Refusal {
-    pub head: Place,
-    pub available: u32,
+struct Refusal {
+    head: Place,
+    room: Room,
+    version: u64,
+    step: u64,
+}
+
+/// What an admission depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Room {
+    pub blocks: u32,
+    pub slots: u32,
     pub running: usize,
-    pub version: u64,
-    pub step: u64,
 }
 
 /// Steps after which a refused head is tried again even if no resource came free: others may have published its prefix.
@@ -82,23 +89,24 @@ impl Waiting {
     }
 
     /// Whether a scan could end otherwise than the last one, which refused the head.
-    pub fn worth_a_scan(&self, available: u32, running: usize, step: u64) -> bool {
+    pub fn worth_a_scan(&self, room: Room, step: u64) -> bool {
         match (self.refused, self.head()) {
             (_, None) => false,
             (Some(last), Some(head)) => {
                 last.head != head
                     || last.version != self.version
-                    || available > last.available
-                    || running < last.running
+                    || room.blocks > last.room.blocks
+                    || room.slots > last.room.slots
+                    || room.running < last.room.running
                     || step >= last.step + RETRY_STEPS
             }
             (None, Some(_)) => true,
         }
     }
 
-    pub fn refuse(&mut self, available: u32, running: usize, step: u64) {
+    pub fn refuse(&mut self, room: Room, step: u64) {
         if let Some(head) = self.head() {
-            self.refused = Some(Refusal { head, available, running, version: self.version, step });
+            self.refused = Some(Refusal { head, room, version: self.version, step });
         }
     }
 

@@ -358,7 +358,7 @@ impl World {
                 self.rig.inbox.abort(seq).unwrap();
             }
         }
-        for _ in 0..4000 {
+        for _ in 0..30_000 {
             if !self.rig.step() {
                 if !self.rig.scheduler.has_work() {
                     break;
@@ -388,7 +388,7 @@ fn random_operations_keep_every_invariant() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
     let cases = number("SCHEDULER_FUZZ_CASES").unwrap_or(CASES);
     let seed = number("SCHEDULER_FUZZ_SEED").unwrap_or(1);
-    let cases = Cases { cases, failure_persistence: None, max_shrink_iters: 3000, ..Cases::default() };
+    let cases = Cases { cases, failure_persistence: None, max_shrink_iters: 600, ..Cases::default() };
     let rng =
         TestRng::from_seed(RngAlgorithm::ChaCha, &std::array::from_fn::<u8, 32, _>(|i| (seed >> (8 * (i % 4))) as u8));
     let mut runner = TestRunner::new_with_rng(cases, rng);
