@@ -9,7 +9,7 @@ import torch
 
 from deepinfer.models.base import PagedGroup, Source, StateGroup
 from deepinfer.worker.input_batch import InputBatch, one_sequence
-from deepinfer.worker.kv_cache import KVCache, state_bytes
+from deepinfer.worker.kv_cache import KVCache, state_bytes, zeros
 from deepinfer.worker.step_ring import Header, StepRing
 
 LAYOUT = [("header", 64), ("ids", 8), ("pos", 8), ("slots0", 8), ("cu_q", 5), ("seq_len", 4), ("state_row", 4)]
@@ -76,6 +76,16 @@ def test_kv_tensors_follow_the_declared_groups(device: str) -> None:
     }
     assert kv.tensors["pooled"].dtype == torch.bfloat16
     assert state_bytes(StateGroup(stored=10, dropped=6, replicas=1)) == 26
+
+
+def test_a_large_pool_on_a_cpu_takes_memory_only_where_it_is_written() -> None:
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pool = zeros((1 << 14, 1 << 16), torch.bfloat16, torch.device("cpu"))  # 2 GiB
+    pool[77, 5] = 1.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
+    assert pool.data_ptr() % 64 == 0 and pool[77, 4:7].tolist() == [0, 1, 0] and pool[-1, -1] == 0
 
 
 def test_clone_blocks_copies_within_the_named_group_only(device: str) -> None:

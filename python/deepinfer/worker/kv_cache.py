@@ -5,11 +5,15 @@ Page 0 of every group and state slot 0 are null: padding may write there, nobody
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from deepinfer.models.base import PagedGroup, StateGroup
+
+_ALIGN = 64  # bytes, a cache line
 
 
 class KVCache:
@@ -34,13 +38,13 @@ class KVCache:
                 for name in source.tensors:
                     if name in self.tensors:
                         raise ValueError(f"KV tensor name {name!r} is declared twice")
-                    tensor = torch.zeros((pages, source.entries_per_page, *source.shape), dtype=source.dtype, device=device)
+                    tensor = zeros((pages, source.entries_per_page, *source.shape), source.dtype, device)
                     self.tensors[name] = tensor
                     members.append(tensor)
             self.groups.append(members)
         self.states: list[torch.Tensor] = []
         for i, spec in enumerate(state):
-            tensor = torch.zeros((num_slots, state_bytes(spec)), dtype=torch.uint8, device=device)
+            tensor = zeros((num_slots, state_bytes(spec)), torch.uint8, device)
             self.tensors[f"state{i}"] = tensor
             self.states.append(tensor)
 
@@ -67,6 +71,16 @@ class KVCache:
         """Clears state rows: int32 ``[c]`` slots."""
         for tensor in self.states:
             tensor.index_fill_(0, slots.long(), 0)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros; on a CPU its pages take memory only once they are written, so a large pool costs no time to start."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + _ALIGN, np.uint8)  # the system hands out untouched zero pages; torch.zeros would write them all
+    start = -raw.ctypes.data % _ALIGN
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(*shape)
 
 
 def state_bytes(spec: StateGroup) -> int:
