@@ -250,7 +250,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, mode: OutputMode = "delta"
-    ) -> Iterator[RequestOutput]:
+    ) -> RequestStream:
         """Answers one prompt piece by piece.
 
         ``mode="delta"``: each output holds only what is new; ``"cumulative"``: all so far. Closing the iterator (or
@@ -260,7 +260,7 @@ class LLM:
         request_id = self._inputs.new_request_id()
         request, text = self._inputs.prepare(prompt, params, request_id, stream=True)
         self._submit(request, text, mode)
-        return _Stream(self, request_id)
+        return RequestStream(self, request_id)
 
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None, stream: bool = False
@@ -350,7 +350,7 @@ class _AbortOnError:
                     self._llm.abort(request_id)
 
 
-class _Stream(Iterator[RequestOutput]):
+class RequestStream(Iterator[RequestOutput]):
     """Outputs of one request; drives the engine as far as needed."""
 
     def __init__(self, llm: LLM, request_id: str) -> None:

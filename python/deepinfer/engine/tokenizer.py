@@ -218,7 +218,7 @@ def load_tokenizer(source: str, revision: str | None = None) -> Tokenizer:
         ConfigError: what is there has no fast tokenizer, or needs code of its own.
     """
     if source.endswith(".gguf"):
-        from deepinfer.models.gguf_tokenizer import gguf_tokenizer
+        from deepinfer.engine.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(source)
     from transformers import AutoTokenizer

@@ -318,9 +318,9 @@ class AsyncLLM:
                 waiting = self._logits.get(call)
                 if waiting is None or waiting.done():
                     return
-                if error is None:
+                if values is not None:
                     waiting.set_result(values)
-                else:
+                elif error is not None:
                     waiting.set_exception(error.exception())
 
     async def _how_it_ended(self) -> str:
