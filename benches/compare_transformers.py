@@ -182,6 +182,7 @@ def llama_cpp_round(args: argparse.Namespace, parallel: int) -> Round:
     params.n_ctx = parallel * (args.input_len + args.output_len)
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
     params.warmup = False
+    params.verbosity = 0
     server = xllamacpp.Server(params)
     url = f"{server.listening_address}/completion"
 
