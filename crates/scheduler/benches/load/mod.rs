@@ -1,0 +1,179 @@
+//! The load of the benches: sequences with 512-token prompts, half of each shared, and a worker that costs nothing.
+
+#![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)]
+
+use deepinfer_scheduler::{
+    Config, FieldView, GroupSpec, Inbox, Limits, Plan, Policy, Prepared, RingView, Root, Scheduler, Source, header,
+};
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// Tokens of a prompt; the first half is the same in all.
+pub const PROMPT: u32 = 512;
+const VOCAB: u32 = 32_000;
+
+/// What to build.
+#[derive(Clone, Copy)]
+pub struct Shape {
+    pub seqs: u32,
+    pub block: u32,
+    /// Blocks of the pool.
+    pub blocks: u32,
+    /// Token rows of a step.
+    pub tokens: u32,
+    pub draft: u32,
+    /// Growth kept free at admission, in tokens per running sequence.
+    pub headroom: u32,
+}
+
+pub struct Load {
+    pub scheduler: Scheduler,
+    pub inbox: Inbox,
+    memory: Vec<Vec<Vec<i32>>>,
+    header: usize,
+    flags: usize,
+    tokens: usize,
+    accepted: usize,
+    offsets: usize,
+    pub sent: u64,
+    clock: u64,
+    token: u32,
+}
+
+/// Times of one step.
+#[derive(Clone, Copy, Default)]
+pub struct Step {
+    pub schedule: Duration,
+    pub complete: Duration,
+    pub finished: usize,
+}
+
+impl Load {
+    pub fn new(shape: &Shape) -> Self {
+        let source = Source { entries_per_page: shape.block, entry_bytes: 1024 };
+        let config = Config {
+            groups: vec![GroupSpec::Paged { page_tokens: shape.block, num_pages: shape.blocks, sources: vec![source] }],
+            limits: Limits {
+                max_num_seqs: shape.seqs,
+                max_num_batched_tokens: shape.tokens,
+                max_model_len: 16_384,
+                vocab_size: VOCAB,
+                max_draft: shape.draft,
+            },
+            policy: Policy { headroom_tokens: shape.headroom, ..Policy::default() },
+            device_ordered: true,
+            prefix_caching: true,
+            event_capacity: 0,
+            root: Root { model: "bench".into(), block_tokens: shape.block, ..Root::default() },
+            ring_slots: 3,
+        };
+        let mut scheduler = Scheduler::new(&config).unwrap();
+        let fields = scheduler.layout();
+        let mut memory: Vec<Vec<Vec<i32>>> =
+            (0..3).map(|_| fields.iter().map(|f| vec![0; f.words]).collect()).collect();
+        let at = |name: &str| fields.iter().position(|f| f.name == name).unwrap();
+        let (header, flags, tokens) = (at("header"), at("seq_flags"), at("tokens"));
+        let (accepted, offsets) = (at("accepted"), at("sample_off"));
+        let views: Vec<RingView> = memory
+            .iter_mut()
+            .map(|slot| RingView {
+                fields: slot.iter_mut().map(|f| FieldView { words: f.as_mut_ptr(), len: f.len() }).collect(),
+            })
+            .collect();
+        // SAFETY: the vectors live as long as the scheduler, are never resized, and are touched between calls only.
+        unsafe { scheduler.register_ring(&views).unwrap() };
+        let inbox = scheduler.inbox();
+        Self { scheduler, inbox, memory, header, flags, tokens, accepted, offsets, sent: 0, clock: 0, token: 100 }
+    }
+
+    /// Submits a request of `prompt` tokens for `max_new` tokens.
+    pub fn add(&mut self, prompt: u32, max_new: u32) {
+        self.sent += 1;
+        let mut state = self.sent.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let tokens = (0..prompt)
+            .map(|i| {
+                if i < PROMPT / 2 {
+                    return 100 + i;
+                }
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                100 + (state >> 40) as u32 % (VOCAB - 100)
+            })
+            .collect();
+        self.inbox.add(&Prepared { eos: vec![2], ..Prepared::new(tokens, max_new) }).unwrap();
+    }
+
+    /// One step. What the worker would write is written between the two timed calls.
+    pub fn step(&mut self, keep: impl Fn(u64) -> i32) -> Step {
+        self.clock += 1;
+        let start = Instant::now();
+        let plan = self.scheduler.schedule(self.clock).unwrap();
+        let schedule = start.elapsed();
+        let Some(plan) = plan else { return Step::default() };
+        self.work(&plan, keep);
+        let start = Instant::now();
+        let outputs = self.scheduler.complete(plan.step, self.clock).unwrap();
+        let complete = start.elapsed();
+        Step { schedule, complete, finished: outputs.notify.len() }
+    }
+
+    fn work(&mut self, plan: &Plan, keep: impl Fn(u64) -> i32) {
+        let slot = &mut self.memory[plan.slot];
+        let seqs = slot[self.header][header::SEQS] as usize;
+        // A different token each step; never the end.
+        self.token = 100 + (self.token * 31 + 7) % (VOCAB - 100);
+        let samples = plan.samples as usize;
+        let token = self.token as i32;
+        slot[self.tokens][..samples].fill(token);
+        for seq in 0..seqs {
+            let rows = slot[self.offsets][seq + 1] - slot[self.offsets][seq];
+            slot[self.accepted][seq] = rows.min(keep(self.clock + seq as u64));
+        }
+    }
+
+    /// Runs until every sequence decodes.
+    pub fn warm(&mut self) {
+        loop {
+            self.step(|_| 1);
+            let m = self.scheduler.snapshot();
+            if m.waiting == 0 && m.running == m.decoding {
+                return;
+            }
+        }
+    }
+}
+
+/// `seqs` sequences that decode. `even` spreads their block ends over the steps; otherwise all cross together.
+pub fn decoding(shape: &Shape, even: bool, max_new: u32) -> Load {
+    let mut load = Load::new(shape);
+    for i in 0..shape.seqs {
+        let more = if even { i * 7 % shape.block } else { 0 };
+        load.add(PROMPT + more, max_new);
+    }
+    load.warm();
+    load
+}
+
+/// Sequences that end one a step, and another that comes for each.
+pub struct Churn {
+    pub load: Load,
+    ages: VecDeque<u32>,
+}
+
+impl Churn {
+    pub fn new(shape: &Shape) -> Self {
+        let mut load = Load::new(shape);
+        for i in 0..shape.seqs {
+            load.add(PROMPT, 40 + i);
+        }
+        load.warm();
+        Self { load, ages: VecDeque::new() }
+    }
+
+    pub fn step(&mut self, seqs: u32) -> Step {
+        let step = self.load.step(|_| 1);
+        for _ in 0..step.finished {
+            self.load.add(PROMPT, seqs);
+        }
+        step
+    }
+}
