@@ -191,7 +191,7 @@ impl Shared {
             children: Vec::new(),
             passed: 0,
             preemptions: 0,
-            drafts: Vec::new(),
+            drafts: Vec::with_capacity(self.limits.max_draft as usize),
             lease: 0,
             load: None,
             save: None,
