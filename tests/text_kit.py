@@ -26,13 +26,13 @@ CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 @cache
-def byte_level() -> Tokenizer:
+def byte_level(vocab_size: int = 602) -> Tokenizer:
     """Byte-level BPE as GPT-2 and its heirs have it: three special tokens, one that only looks like markup."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=list(CONTROL), show_progress=False
+        vocab_size=vocab_size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=list(CONTROL), show_progress=False
     )
     backend.train_from_iterator([TEXT] * 4, trainer)
     backend.add_tokens([AddedToken("<think>", special=False, normalized=False), AddedToken("</think>", special=False, normalized=False)])
