@@ -77,6 +77,8 @@ impl Scheduler {
         self.metrics.count_faults += u64::from(!sound);
     }
 
+    // Bitwise on purpose: five conditions that nearly always hold cost one branch.
+    #[allow(clippy::needless_bitwise_bool)]
     /// One token for each of the first `decoding` lanes. Lanes that need more than an append are noted.
     fn plain_pass(&mut self) {
         let n = self.launch.decoding;
@@ -189,10 +191,8 @@ impl Scheduler {
 
     /// Appends what a decoding sequence produced. True if it ended.
     fn advance(&mut self, seq: Seq, lane: usize, row: usize, index: usize, sample: usize, rows: u32) -> bool {
-        let (count, finish) = match self.read_tokens(index, sample, rows) {
-            true => self.append(seq, lane, true),
-            false => (0, Some(Finish::Error)),
-        };
+        let (count, finish) =
+            if self.read_tokens(index, sample, rows) { self.append(seq, lane, true) } else { (0, Some(Finish::Error)) };
         if rows > 1 {
             self.metrics.accepted += u64::from(count.saturating_sub(1));
         }
@@ -333,9 +333,10 @@ impl Scheduler {
             let row = self.outputs.rows().len() / OUTPUT_WORDS;
             self.push_row(seq, lane, index);
             let sample = self.launch.sample_off[index] as usize;
-            let (count, finish) = match self.read_tokens(index, sample, 1) {
-                true => self.append(seq, lane, false),
-                false => (0, Some(Finish::Error)),
+            let (count, finish) = if self.read_tokens(index, sample, 1) {
+                self.append(seq, lane, false)
+            } else {
+                (0, Some(Finish::Error))
             };
             if count == 0 {
                 // Nothing was drawn: there is no newest token to keep.

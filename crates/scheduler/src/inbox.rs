@@ -145,7 +145,7 @@ impl Shared {
         Ok(())
     }
 
-    fn cold(&self, p: &Prepared, hasher: Option<&ChainHasher>, hashes: &[BlockHash], arrival: u64, fork: u32) -> Cold {
+    fn cold(&self, p: &Prepared, own: Option<&ChainHasher>, hashes: &[BlockHash], fork: u32) -> Cold {
         let prompt = p.tokens.len() as u32;
         let limit = prompt.saturating_add(p.max_new).min(self.limits.max_model_len);
         let mut ids: Vec<u32> = if p.ignore_eos { Vec::new() } else { p.eos.clone() };
@@ -178,10 +178,10 @@ impl Shared {
             lane_stops,
             stops,
             priority: p.priority,
-            arrival,
+            arrival: 0,
             fork,
             class: Class::New,
-            hasher: hasher.cloned(),
+            hasher: own.cloned(),
             extras: p.extras.clone(),
             flags: p.flags,
             user: p.user,
@@ -227,7 +227,7 @@ impl Inbox {
             Vec::new()
         };
         let mut colds: Vec<Cold> =
-            (0..prepared.forks).map(|fork| shared.cold(prepared, own.as_ref(), &hashes, 0, fork)).collect();
+            (0..prepared.forks).map(|fork| shared.cold(prepared, own.as_ref(), &hashes, fork)).collect();
         for cold in colds.iter_mut().skip(1) {
             cold.flags.prompt_logprobs = false;
         }

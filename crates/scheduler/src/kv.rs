@@ -135,12 +135,8 @@ impl Kv {
 
     /// Enters a private block into the index below `cursor`.
     pub fn publish(&mut self, block: Block, hash: BlockHash, cursor: Block, root: BlockHash) -> Option<Published> {
-        match self.blocks.publish(block, hash, cursor, root) {
-            Ok(done) => Some(done),
-            Err(_) => {
-                self.misuse += 1;
-                None
-            }
-        }
+        let done = self.blocks.publish(block, hash, cursor, root);
+        self.misuse += u64::from(done.is_err());
+        done.ok()
     }
 }

@@ -4,6 +4,8 @@ use deepinfer_kvindex::Extra;
 use thiserror::Error;
 
 /// Switches of a request.
+// Independent switches, named where they are set: no state machine hides in them.
+#[allow(clippy::struct_excessive_bools)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrepFlags {
     /// Its tokens are read in every step.

@@ -1,5 +1,8 @@
 //! What is turned away, who goes first, and that waiting costs nobody anything.
 
+// A test that meets an error stops there.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+
 mod common;
 
 use common::{EOS, Rig, config, hybrid, paged, prompt, state};

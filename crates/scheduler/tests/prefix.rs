@@ -1,5 +1,8 @@
 //! Prefix hits: what may be matched, from when on, and by whom.
 
+// A test that meets an error stops there.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+
 mod common;
 
 use common::{Rig, config, prompt};

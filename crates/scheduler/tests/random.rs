@@ -1,5 +1,8 @@
 //! Random operations against the KV oracle and a naive model of what must hold after each of them.
 
+// A test that meets an error stops there.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+
 mod common;
 
 use common::{EOS, Rig, config, paged, prompt, state, values};
@@ -157,7 +160,7 @@ impl World {
             }
             Op::StopAt(k, n) => {
                 if let Some(seq) = self.pick(k) {
-                    // Whoever cuts has seen the tokens he cuts at.
+                    // Whoever cuts has worlds the tokens he cuts at.
                     let made = self.rig.scheduler.info(seq).map_or(0, |i| i.output_tokens);
                     self.rig.inbox.stop_at(seq, n.min(made), Finish::Abort).unwrap();
                 }
@@ -392,19 +395,19 @@ fn random_operations_keep_every_invariant() {
     let rng =
         TestRng::from_seed(RngAlgorithm::ChaCha, &std::array::from_fn::<u8, 32, _>(|i| (seed >> (8 * (i % 4))) as u8));
     let mut runner = TestRunner::new_with_rng(cases, rng);
-    let seen = std::cell::RefCell::new(Vec::new());
+    let worlds = std::cell::RefCell::new(Vec::new());
     runner
         .run(&(shape(), prop::collection::vec(op(), OPS)), |(shape, ops)| {
             let mut world = World::new(&shape);
             for op in &ops {
                 world.apply(op);
             }
-            seen.borrow_mut().push(world.finish());
+            worlds.borrow_mut().push(world.finish());
             Ok(())
         })
         .unwrap();
     // The operations reach what they are meant to reach.
-    let total = |of: fn(&Metrics) -> u64| seen.borrow().iter().map(|(m, ..)| of(m)).sum::<u64>();
+    let total = |of: fn(&Metrics) -> u64| worlds.borrow().iter().map(|(m, ..)| of(m)).sum::<u64>();
     let reached = [
         ("output tokens", total(|m| m.output_tokens), 20_000),
         ("preemptions", total(|m| m.preemptions), 500),
@@ -416,8 +419,8 @@ fn random_operations_keep_every_invariant() {
         ("admitted", total(|m| m.admitted), 1),
         ("steps", total(|m| m.steps), 20_000),
         ("ended", total(|m| m.finished[2] + m.finished[3]), 1),
-        ("loads", seen.borrow().iter().map(|s| s.1).sum(), 100),
-        ("saves", seen.borrow().iter().map(|s| s.2).sum(), 500),
+        ("loads", worlds.borrow().iter().map(|s| s.1).sum(), 100),
+        ("saves", worlds.borrow().iter().map(|s| s.2).sum(), 500),
         ("row waits", total(|m| m.row_waits), 1),
         ("failed steps", total(|m| m.failed_steps), 200),
         ("stale handles", total(|m| m.stale), 100),

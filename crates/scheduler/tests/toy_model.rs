@@ -1,8 +1,11 @@
 //! The hybrid toy model: one 128-token group with sources of 64, 64 and 128 entries, a second paged group, a state slot.
 
+// A test that meets an error stops there.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+
 mod common;
 
-use common::{EOS, Rig, VOCAB, hybrid, prompt};
+use common::{EOS, Rig, hybrid, prompt};
 use deepinfer_scheduler::{HitRule, Prepared, Seq, Tier, header};
 
 const MAX_LEN: u32 = 2048;
@@ -103,5 +106,4 @@ fn forks_share_the_prompt_and_clone_the_tail_page_and_the_state() {
         rig.verify_streams(MAX_LEN);
         rig.verify_empty();
     }
-    assert!(VOCAB > 0);
 }

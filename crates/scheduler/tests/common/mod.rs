@@ -382,6 +382,8 @@ impl Rig {
     }
 
     /// Executes a planned step on the toy device and checks everything that its rows attend to.
+    // One walk over the step, in the order a worker takes it.
+    #[allow(clippy::too_many_lines)]
     pub fn execute(&mut self, plan: &Plan) {
         let slot = plan.slot;
         let head = self.memory.get(slot, "header").to_vec();
@@ -426,7 +428,7 @@ impl Rig {
             for map in self.device.maps.clone() {
                 let index = self.device.maps.iter().position(|m| *m == map).unwrap();
                 let ratio = 1u32 << map.ratio_shift;
-                for p in (0..first).filter(|p| (p + 1) % ratio == 0) {
+                for p in (0..first).filter(|p| (p + 1).is_multiple_of(ratio)) {
                     let at = self.kv_slot(&map, row, p);
                     assert_eq!(self.device.kv[index][at], before[p as usize], "{seq:?} position {p} map {index}");
                 }
@@ -438,7 +440,7 @@ impl Rig {
             for r in start..end {
                 assert_eq!(pos[r] as u32, first + (r - start) as u32);
                 let position = pos[r] as u32;
-                if !is_prefill && r == start || is_prefill {
+                if is_prefill || r == start {
                     assert_eq!(ids[r] as u32, history[position as usize], "{seq:?} reads its own tokens");
                 }
                 tokens.push(ids[r] as u32);
@@ -448,7 +450,7 @@ impl Rig {
                 );
                 for (m, map) in self.device.maps.clone().iter().enumerate() {
                     let ratio = 1u32 << map.ratio_shift;
-                    if (position + 1) % ratio != 0 {
+                    if !(position + 1).is_multiple_of(ratio) {
                         assert_eq!(slots[m][r], -1);
                         continue;
                     }
