@@ -2,9 +2,11 @@
 
 use std::time::Instant;
 
-use deepinfer_kvindex::{BlockHash, BlockPool, ChainHasher, Fence, Owner, PoolConfig, PoolError, PoolGroup, Root, StepId};
+use deepinfer_kvindex::{
+    BlockHash, BlockPool, ChainHasher, Fence, Owner, PoolConfig, PoolError, PoolGroup, Root, StepId,
+};
 use deepinfer_scheduler::{Prepared, Reject, header, out, seq_flag};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::core::{Core, Inner};
@@ -140,7 +142,7 @@ fn replace_ended(
     Ok(())
 }
 
-fn hasher(block: u32) -> ChainHasher {
+fn chain_of(block: u32) -> ChainHasher {
     ChainHasher::new(&Root { model: "bench".to_owned(), block_tokens: block, ..Root::default() })
 }
 
@@ -150,12 +152,12 @@ pub fn bench_chain_hash(py: Python<'_>, tokens: usize, block: u32, repeats: usiz
     py.detach(|| {
         let mut ids = Vec::new();
         Tokens { state: 1, vocab: 32_000 }.fill(&mut ids, tokens);
-        let hasher = hasher(block);
+        let chain = chain_of(block);
         let mut hashes = Vec::with_capacity(tokens);
         let time = |_| {
             hashes.clear();
             let begin = Instant::now();
-            hasher.hash_into(std::hint::black_box(&ids), &[], &mut hashes);
+            chain.hash_into(std::hint::black_box(&ids), &[], &mut hashes);
             begin.elapsed().as_nanos() as u64
         };
         (0..repeats).map(time).collect()
@@ -174,29 +176,31 @@ pub fn bench_prefix_match(
 ) -> PyResult<Vec<u64>> {
     let length = tokens / (block as usize).max(1);
     if length == 0 || length > pool_blocks as usize {
-        let message = format!("{tokens} tokens are not between one block of {block} and the pool of {pool_blocks} blocks");
+        let message =
+            format!("{tokens} tokens are not between one block of {block} and the pool of {pool_blocks} blocks");
         return Err(error::named(py, "ConfigError", message));
     }
-    py.detach(|| match_chains(length, block, pool_blocks, repeats)).map_err(|e| PyValueError::new_err(e.to_string()))
+    py.detach(|| match_chains(length, block, pool_blocks, repeats)).map_err(PyRuntimeError::new_err)
 }
 
-fn match_chains(length: usize, block: u32, pool_blocks: u32, repeats: usize) -> Result<Vec<u64>, PoolError> {
+fn match_chains(length: usize, block: u32, pool_blocks: u32, repeats: usize) -> Result<Vec<u64>, String> {
+    let refused = |error: PoolError| error.to_string();
     let groups = vec![PoolGroup { num_pages: pool_blocks + 1, pages_per_block: 1 }];
-    let mut pool = BlockPool::new(&PoolConfig { groups, prefix_caching: true, event_capacity: 0 })?;
-    let hasher = hasher(block);
+    let mut pool = BlockPool::new(&PoolConfig { groups, prefix_caching: true, event_capacity: 0 }).map_err(refused)?;
+    let chain = chain_of(block);
     let now = StepId(1);
     let mut stream = Tokens { state: 2, vocab: 32_000 };
     let mut chains: Vec<Vec<BlockHash>> = Vec::new();
     for _ in 0..pool_blocks as usize / length {
         let mut ids = Vec::new();
         stream.fill(&mut ids, length * block as usize);
-        let hashes = hasher.hash_all(&ids, &[]);
+        let hashes = chain.hash_all(&ids, &[]);
         let mut cursor = deepinfer_kvindex::Block::NULL;
         for &hash in &hashes {
             let Some(private) = pool.alloc(now, Owner::Sequence) else { break };
-            cursor = pool.publish(private, hash, cursor, hasher.root())?.cursor;
+            cursor = pool.publish(private, hash, cursor, chain.root()).map_err(refused)?.cursor;
         }
-        pool.unpin(cursor, Owner::Sequence, Fence::Open)?;
+        pool.unpin(cursor, Owner::Sequence, Fence::Open).map_err(refused)?;
         chains.push(hashes);
     }
     let mut blocks = Vec::with_capacity(length);
@@ -207,10 +211,12 @@ fn match_chains(length: usize, block: u32, pool_blocks: u32, repeats: usize) -> 
         blocks.clear();
         let begin = Instant::now();
         let hit = pool.find_prefix(hashes);
-        pool.pin_chain(hit.leaf, Owner::Sequence, &mut blocks)?;
+        pool.pin_chain(hit.leaf, Owner::Sequence, &mut blocks).map_err(refused)?;
         samples.push(begin.elapsed().as_nanos() as u64);
-        assert_eq!(std::hint::black_box(&blocks).len(), length, "the whole chain is cached");
-        pool.unpin(hit.leaf, Owner::Sequence, Fence::Open)?;
+        if std::hint::black_box(&blocks).len() != length {
+            return Err(format!("{} of {length} cached blocks were found", blocks.len()));
+        }
+        pool.unpin(hit.leaf, Owner::Sequence, Fence::Open).map_err(refused)?;
     }
     Ok(samples)
 }

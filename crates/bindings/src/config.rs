@@ -118,7 +118,13 @@ impl CoreConfig {
         let hit_rule = match hit_rule {
             "all" => HitRule::All,
             "state_slice" => HitRule::StateSlice,
-            other => return Err(error::named(py, "ConfigError", format!("hit_rule is {other:?}; use \"all\" or \"state_slice\""))),
+            other => {
+                return Err(error::named(
+                    py,
+                    "ConfigError",
+                    format!("hit_rule is {other:?}; use \"all\" or \"state_slice\""),
+                ));
+            }
         };
         let block_tokens = match groups.first() {
             Some(GroupSpec::Paged { page_tokens, .. }) => *page_tokens,

@@ -58,7 +58,10 @@ impl Core {
         match catch_unwind(AssertUnwindSafe(f)) {
             Ok(result) => result,
             Err(panic) => {
-                let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+                let text = panic
+                    .downcast_ref::<String>()
+                    .map(String::as_str)
+                    .or_else(|| panic.downcast_ref::<&str>().copied());
                 // A second fault changes nothing.
                 let _ = self.fault.set(text.unwrap_or("panic").to_owned());
                 None

@@ -1,4 +1,4 @@
-//! Python module `deepinfer._core`: the Rust core behind PyO3.
+//! Python module `deepinfer._core`: the Rust core behind `PyO3`.
 //!
 //! Owns: conversion of arguments and results, the table from Rust errors to Python classes, letting go of the interpreter lock,
 //! catching panics at the edge, references that keep the step ring's memory alive.

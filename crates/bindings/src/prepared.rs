@@ -52,7 +52,11 @@ pub fn extras(given: Vec<(Bound<'_, PyAny>, u32, Vec<u8>)>) -> PyResult<Vec<Extr
                 match name.as_str() {
                     "image" => ExtraKind::Image,
                     "adapter" => ExtraKind::Adapter,
-                    _ => return Err(PyValueError::new_err(format!("extra kind {name:?}: use \"image\", \"adapter\" or a number"))),
+                    _ => {
+                        return Err(PyValueError::new_err(format!(
+                            "extra kind {name:?}: use \"image\", \"adapter\" or a number"
+                        )));
+                    }
                 }
             } else {
                 ExtraKind::Other(kind.extract()?)

@@ -33,7 +33,11 @@ pub fn views(layout: &[Field], slots: &[Bound<'_, PyAny>]) -> PyResult<(Vec<Ring
                 }
             })?;
             let (view, owner) = memory_view(&memory).map_err(|cause| {
-                error::named(slot.py(), CLASS, format!("field {} of ring slot {index}: {}", field.name, cause.value(slot.py())))
+                error::named(
+                    slot.py(),
+                    CLASS,
+                    format!("field {} of ring slot {index}: {}", field.name, cause.value(slot.py())),
+                )
             })?;
             fields.push(view);
             owners.push(owner);
@@ -44,11 +48,7 @@ pub fn views(layout: &[Field], slots: &[Bound<'_, PyAny>]) -> PyResult<(Vec<Ring
 }
 
 fn memory_view(memory: &Bound<'_, PyAny>) -> PyResult<(FieldView, Owner)> {
-    if memory.hasattr("data_ptr")? {
-        tensor_view(memory)
-    } else {
-        buffer_view(memory)
-    }
+    if memory.hasattr("data_ptr")? { tensor_view(memory) } else { buffer_view(memory) }
 }
 
 fn tensor_view(tensor: &Bound<'_, PyAny>) -> PyResult<(FieldView, Owner)> {
@@ -59,7 +59,11 @@ fn tensor_view(tensor: &Bound<'_, PyAny>) -> PyResult<(FieldView, Owner)> {
     }
     let device: String = tensor.getattr("device")?.getattr("type")?.extract()?;
     if device != "cpu" {
-        return Err(error::named(py, CLASS, format!("the tensor is on {device}; it must be in host memory, pinned or plain")));
+        return Err(error::named(
+            py,
+            CLASS,
+            format!("the tensor is on {device}; it must be in host memory, pinned or plain"),
+        ));
     }
     if !tensor.call_method0("is_contiguous")?.extract::<bool>()? {
         return Err(error::named(py, CLASS, "the tensor is not contiguous".to_owned()));
