@@ -250,11 +250,11 @@ impl Scheduler {
         ] {
             flags |= if on { bit } else { 0 };
         }
-        cold.cached_tokens = done;
         cold.passed = 0;
         let recomputed = cold.preemptions > 0;
         if cold.times.admitted == 0 {
             cold.times.admitted = now;
+            cold.cached_tokens = done;
         }
         let new = NewLane {
             seq,

@@ -8,6 +8,7 @@ use crate::layout::{F, Layout, header, seq_flag};
 use crate::plan::{Plan, StepKind};
 use crate::scheduler::Scheduler;
 use deepinfer_kvindex::StepId;
+use std::ops::Range;
 
 /// Commands of the step being planned.
 #[derive(Default)]
@@ -217,9 +218,9 @@ impl Scheduler {
                 *to = draft as i32;
             }
         }
+        self.fill_run(slot, lane, first, confirmed..confirmed + rows);
         for row in 0..rows {
             let (at, position) = (first + row as usize, confirmed + row);
-            self.fill_row(slot, lane, at, position);
             let at_sample = sample + row as usize;
             self.ring.get_mut(slot, F::SampleRow)[at_sample] = at as i32;
             self.ring.get_mut(slot, F::RngPos)[at_sample] = position as i32 + 1;
@@ -250,9 +251,7 @@ impl Scheduler {
                 *to = token as i32;
             }
         }
-        for row in 0..rows {
-            self.fill_row(slot, lane, first + row as usize, confirmed + row);
-        }
+        self.fill_run(slot, lane, first, confirmed..end);
         let lane_flags = self.lanes.flags[lane];
         let mut flags = seq_flag::PREFILL;
         if lane_flags & flag::LOGPROBS != 0 {
@@ -306,19 +305,29 @@ impl Scheduler {
         totals.longest_context = totals.longest_context.max(len);
     }
 
-    /// Position and KV slots of one row.
-    fn fill_row(&mut self, slot: usize, lane: usize, at: usize, position: u32) {
-        self.ring.get_mut(slot, F::Pos)[at] = position as i32;
-        let block = self.kv.tables.block(self.lanes.state[lane], position >> self.geometry.shift);
+    /// Positions and KV slots of consecutive rows.
+    fn fill_run(&mut self, slot: usize, lane: usize, at: usize, positions: Range<u32>) {
+        let rows = positions.len();
+        for (to, position) in self.ring.get_mut(slot, F::Pos)[at..at + rows].iter_mut().zip(positions.clone()) {
+            *to = position as i32;
+        }
+        let state = self.lanes.state[lane];
         for (index, map) in self.geometry.maps.iter().enumerate() {
-            let page = if map.group == 0 {
-                block.0
-            } else {
-                let j = (position & self.geometry.mask) >> map.page_shift;
-                self.kv.blocks.page(map.group, block, j as usize)
-            };
+            let to = &mut self.ring.slots_mut(slot, index)[at..at + rows];
             let within = (1 << map.page_shift) - 1;
-            self.ring.slots_mut(slot, index)[at] = entry(page, position, map.entries, within, map.ratio_shift);
+            let mut start = positions.start;
+            while start < positions.end {
+                // One page at a time.
+                let end = ((start | within) + 1).min(positions.end);
+                let block = self.kv.tables.block(state, start >> self.geometry.shift);
+                let j = (start & self.geometry.mask) >> map.page_shift;
+                let page = self.kv.blocks.page(map.group, block, j as usize);
+                let from = (start - positions.start) as usize;
+                for (to, position) in to[from..].iter_mut().zip(start..end) {
+                    *to = entry(page, position, map.entries, within, map.ratio_shift);
+                }
+                start = end;
+            }
         }
     }
 

@@ -85,7 +85,7 @@ pub(crate) struct Cold {
     pub extras: Vec<Extra>,
     pub flags: PrepFlags,
     pub user: u64,
-    /// Prompt tokens that came from the index at the last admission.
+    /// Tokens that came from the index, a fork or a load at the first admission.
     pub cached_tokens: u32,
     /// Blocks and slot it holds without a lane.
     pub holding: Option<Holding>,

@@ -45,9 +45,9 @@ impl Scheduler {
         while budget > 0
             && let Some((seq, block)) = self.hash_queue.queue.pop_front()
         {
-            if let Some(lane) = self.seqs.lane(seq)
-                && self.lanes.flushed[lane] < (block + 1) << shift
-            {
+            let Some(lane) = self.seqs.lane(seq) else { continue };
+            let published = self.seqs.get(seq).map_or(u32::MAX, |c| c.published);
+            if self.lanes.flushed[lane] < (block + 1) << shift || (self.prefix_caching && published <= block) {
                 self.flush_block(lane, block);
                 budget -= 1;
             }

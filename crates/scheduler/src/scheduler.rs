@@ -48,7 +48,7 @@ pub struct Info {
     pub output_tokens: u32,
     /// Positions whose KV is written.
     pub computed_tokens: u32,
-    /// Tokens found in the index at the last admission.
+    /// Prompt tokens that it did not compute at its first admission: found in the index, shared with a fork, or loaded.
     pub cached_tokens: u32,
     /// State slot, 0 when it has none.
     pub slot: u32,
