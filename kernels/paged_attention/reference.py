@@ -1,8 +1,8 @@
 """Paged attention with torch operations; a row's bits depend on its own sequence only.
 
 Why, step by step. Scores of a row against a 64-key tile are one small matrix product of fixed depth ``d`` and fixed width
-64 whose row count is a multiple of 8; the row maximum is free of order; exponentials are elementwise; sums and the
-product with V are again per tile; tiles are added in a binary tree over the tile's place, and a tile the row does not see
+64 whose row count is a multiple of 8 (on a GPU of 64); the row maximum is free of order; exponentials are elementwise; sums
+and the product with V are again per tile; tiles are added in a binary tree over the tile's place, and a tile the row does not see
 contributes an exact zero, so a taller tree gives the same bits. Nothing else mixes rows.
 """
 
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from .plan import KEY_TILE, AttentionPlan, Unit
 
-_ROWS = 8  # query rows of a product are padded to a multiple of this
+_ROWS = 8  # query rows of a product are padded to a multiple of this on a CPU
+_GPU_ROWS = 64  # and of this on a GPU: below it cuBLAS picks the order of additions by the number of products in a batch
 
 
 def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -61,7 +62,8 @@ def _run_unit(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, uni
     rows = unit.entries[:, None, :] * kv_heads + torch.arange(kv_heads, device=q.device)[:, None]
     rows = rows.view(b, kv_heads, unit.tiles, KEY_TILE)
     used = r * group
-    m = -(-used // _ROWS) * _ROWS
+    quantum = _ROWS if q.device.type == "cpu" else _GPU_ROWS
+    m = -(-used // quantum) * quantum
     grouped = q.view(b, r, kv_heads, group, d).transpose(1, 2).reshape(b, kv_heads, used, d)
     if m != used:
         grouped = F.pad(grouped, (0, 0, 0, m - used))

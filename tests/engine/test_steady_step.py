@@ -50,7 +50,8 @@ def calls_of_a_step(engine: Engine) -> Counter[str]:
 
 @pytest.mark.parametrize("values", [{"temperature": 0}, {"temperature": 0.8, "top_k": 20}, {"temperature": 1.0, "repetition_penalty": 1.2}])
 def test_python_calls_of_a_steady_step_do_not_grow_with_sequences(device: str, values: dict[str, Any]) -> None:
-    with decoding(device, 8, **values) as few:
+    least = 8 if device == "cpu" else 32  # a GPU pads fewer rows to 32, which is a call of its own
+    with decoding(device, least, **values) as few:
         small = calls_of_a_step(few)
     with decoding(device, 64, **values) as many:
         large = calls_of_a_step(many)
@@ -76,7 +77,7 @@ def test_the_launch_path_never_waits_for_the_gpu(values: dict[str, Any]) -> None
 @pytest.mark.gpu
 def test_the_guard_sees_what_it_forbids() -> None:
     x = torch.ones(4, device="cuda")
-    for wait in (lambda: x.sum().item(), lambda: x[x > 0], torch.cuda.synchronize, lambda: torch.cuda.Event().synchronize()):
+    for wait in (lambda: x.sum().item(), lambda: x[x > 0], lambda: torch.cuda.synchronize(), lambda: torch.cuda.Event().synchronize()):
         with pytest.raises((HiddenSyncError, RuntimeError)), forbid_sync():
             wait()
     assert x.sum().item() == 4

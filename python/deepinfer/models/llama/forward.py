@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels.kv_write import kv_write
-from ...kernels.linear import PackedLinear, pack_linear, row_bucket
+from ...kernels.linear import PackedLinear, pack_linear, row_bucket, row_quantum
 from ...kernels.paged_attention import make_plan, paged_attention
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import RopeTable
@@ -57,6 +57,7 @@ class LlamaModel:
         self._embed = self._parameters.embed
         self._norm = self._parameters.norm
         self._head: PackedLinear | None = None
+        self._row_quantum = row_quantum(device)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
@@ -108,7 +109,7 @@ class LlamaModel:
         """Hidden states ``[T, hidden]`` in the run dtype after the final norm; writes K and V of the rows to ``kv``."""
         t = self.topology
         count = batch.ids.shape[0]
-        rows = row_bucket(count)
+        rows = row_bucket(count, self._row_quantum)
         ids, pos, slots = pad_step(batch.ids, batch.pos, batch.slots[0], rows)
         cos, sin = self._rope.cos_sin(pos)
         page_tokens = kv[self._names[0][0]].shape[1]
