@@ -63,7 +63,7 @@ impl CachedQueue {
             sweep: 0,
             tail: 0,
             sweeping: false,
-            start_sweep: (blocks + blocks / 2 + 16) as u64,
+            start_sweep: (blocks + blocks / 2) as u64,
             next_stamp: 0,
             open: 0,
             fences: VecDeque::with_capacity(16),
@@ -297,10 +297,15 @@ mod tests {
         let blocks = 40;
         let mut nodes = nodes(blocks);
         let mut queue = CachedQueue::new(blocks as usize);
-        queue.set_next_stamp(u32::MAX - 3000);
         let mut order: Vec<u32> = Vec::new();
         let mut seed = 1u32;
+        let (mut swept, mut restarted) = (0, 0);
         for round in 0..20_000u64 {
+            let sweeping = queue.sweeping;
+            if round % 101 == 0 && queue.next_stamp < u32::MAX - 30_000 {
+                queue.set_next_stamp(u32::MAX - 20);
+            }
+            let stamp = queue.next_stamp;
             seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             let pick = 1 + (seed >> 8) % (blocks - 1);
             if let Some(at) = order.iter().position(|&b| b == pick) {
@@ -312,16 +317,18 @@ mod tests {
                 queue.push(&mut nodes, Block(pick), 0);
                 order.push(pick);
             }
-            if round % 17 == 0 && !order.is_empty() {
+            if round % 997 == 0 && !order.is_empty() {
                 let oldest = order.remove(0);
                 assert_eq!(queue.pop(&nodes), Some(Block(oldest)));
                 nodes[oldest as usize].pins[0] = 1;
             }
             assert_eq!(queue.len() as usize, order.len());
-            assert!(queue.span() <= 2 * u64::from(blocks) + 64);
+            assert!(queue.span() <= 2 * u64::from(blocks) + 4);
+            restarted += usize::from(queue.next_stamp < stamp);
+            swept += usize::from(sweeping && !queue.sweeping);
             let live: Vec<u32> = queue.live_blocks(&nodes).iter().map(|(b, _)| b.0).collect();
             assert_eq!(live, order);
         }
-        assert!(queue.next_stamp < u32::MAX - 3000, "the stamps were never restarted");
+        assert!(swept > 100 && restarted > 100, "only {swept} sweeps ended, stamps restarted {restarted} times");
     }
 }

@@ -185,7 +185,7 @@ impl BlockPool {
         if fenced != self.cached.fenced() {
             return Err(format!("{fenced} cached blocks are fenced, counter says {}", self.cached.fenced()));
         }
-        if self.cached.span() > 2 * self.nodes.len() as u64 + 64 {
+        if self.cached.span() > 2 * self.nodes.len() as u64 + 4 {
             return Err("the cached queue is longer than twice the pool".to_owned());
         }
         Ok(())
