@@ -81,11 +81,13 @@ impl Scheduler {
         }
     }
 
-    /// Publishes the leading `blocks` blocks of a lane; their tokens are in the history.
+    /// Publishes the leading `blocks` blocks of a lane, as far as they are confirmed; their tokens are in the history.
     pub(crate) fn publish_through(&mut self, lane: usize, blocks: u32) {
         let seq = self.lanes.seq[lane];
         let slot = self.lanes.state[lane];
         let bt = self.geometry.block_tokens;
+        // A queued block may belong to a life before a preemption, and not be computed again yet.
+        let blocks = blocks.min(self.lanes.confirmed[lane] >> self.geometry.shift);
         let Some(cold) = self.seqs.get_mut(seq) else { return };
         let hasher = cold.hasher.as_ref().unwrap_or(self.shared.hasher());
         while cold.published < blocks {

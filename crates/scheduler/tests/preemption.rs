@@ -99,6 +99,37 @@ fn a_preempted_sequence_finds_its_own_blocks_again() {
     rig.verify_streams(256);
 }
 
+#[test]
+fn a_block_queued_before_a_preemption_is_not_published_before_it_is_computed_again() {
+    // Eight sequences fill their first block in one step; the hash budget is one block a step. Two of them are preempted in
+    // the next step, lose the block to others and compute it again, a token at a time, while it is still in the queue.
+    let mut c = config(16, 13, 8, 64);
+    c.policy.max_chunk_tokens = 1;
+    let mut rig = Rig::new(&c);
+    let seqs: Vec<Seq> = (0..8).map(|i| rig.add_long(&prompt(i, 15), 60)).collect();
+    while rig.scheduler.snapshot().preemptions == 0 {
+        rig.step();
+    }
+    let victims = &seqs[6..];
+    assert!(victims.iter().all(|&seq| rig.status(seq) == Some(Status::Ready)));
+    for &seq in &seqs[..3] {
+        rig.inbox.abort(seq).unwrap();
+    }
+    for _ in 0..8 {
+        rig.step();
+    }
+    let again = rig.scheduler.info(victims[0]).unwrap();
+    assert!(again.status == Status::Running && again.computed_tokens < 16, "{again:?}");
+    let mut turn = prompt(6, 15);
+    turn.extend(&rig.outputs[&victims[0]][..2]);
+    let twin = rig.add_long(&turn, 3);
+    rig.step();
+    assert_eq!(rig.scheduler.info(twin).map(|i| i.cached_tokens), Some(0), "nobody has computed that block");
+    rig.run(500);
+    rig.verify_streams(256);
+    rig.verify_empty();
+}
+
 /// Everything that decides about victims, before a schedule.
 struct Before {
     /// (priority, arrival, sequence, blocks, whether it needs one more now).

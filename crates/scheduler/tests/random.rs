@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, RngAlgorithm, TestRng, TestRunner};
 
 const OPS: usize = 420;
-const CASES: u32 = 500;
+const CASES: u32 = 1000;
 const MAX_LEN: u32 = 96;
 
 #[derive(Clone, Debug)]
