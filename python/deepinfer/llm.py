@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepinfer.engine.async_engine import AsyncLLM
@@ -248,9 +249,7 @@ class LLM:
 
     # As it comes
 
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, mode: OutputMode = "delta"
-    ) -> RequestStream:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, mode: OutputMode = "delta") -> RequestStream:
         """Answers one prompt piece by piece.
 
         ``mode="delta"``: each output holds only what is new; ``"cumulative"``: all so far. Closing the iterator (or
@@ -306,10 +305,16 @@ class LLM:
     def _advance(self) -> None:
         """One step. Ctrl-C waits for its end, so that no step is left half done and no output is lost."""
         engine = self.engine
-        with hold_interrupts():
-            if not engine.has_unfinished():
-                raise EngineDeadError(f"the engine has lost {', '.join(self._outputs.ids())}; create another LLM")
-            self._made += self._outputs.process(engine.step(), engine.stop_at)
+        try:
+            with hold_interrupts():
+                if not engine.has_unfinished():
+                    raise EngineDeadError(f"the engine has lost {', '.join(self._outputs.ids())}; create another LLM")
+                self._made += self._outputs.process(engine.step(), engine.stop_at)
+        except KeyboardInterrupt:
+            if not engine.has_unfinished():  # a second Ctrl-C came inside the step: the engine has aborted everything
+                for request_id in self._outputs.ids():
+                    self._outputs.drop(request_id)
+            raise
 
     def _take(self, mine: Callable[[str], bool]) -> list[RequestOutput]:
         """Outputs of the chosen requests; the rest stays for others."""
@@ -345,7 +350,7 @@ class _AbortOnError:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            with hold_interrupts():
+            with hold_interrupts(), suppress(EngineDeadError):  # a dead engine has nothing left to abort
                 for request_id in self._ids:
                     self._llm.abort(request_id)
 
@@ -364,7 +369,9 @@ class RequestStream(Iterator[RequestOutput]):
         try:
             while not self._ready and not self._done:
                 self._ready.extend(self._llm._take(lambda request_id: request_id == self._id))
-                if not self._ready:
+                if not self._ready and self._id not in self._llm._outputs:
+                    self._end()  # aborted by somebody else
+                elif not self._ready:
                     self._llm._advance()
         except BaseException:
             self.close()
@@ -380,7 +387,8 @@ class RequestStream(Iterator[RequestOutput]):
         """Aborts the request if it has not ended; idempotent."""
         if not self._done:
             self._end()
-            self._llm.abort(self._id)
+            with suppress(EngineDeadError):
+                self._llm.abort(self._id)
 
     def _end(self) -> None:
         self._done = True

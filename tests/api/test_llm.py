@@ -237,6 +237,40 @@ def test_an_aborted_request_gives_what_it_had(llm: LLM) -> None:
     assert idle(llm)
 
 
+def test_a_stream_whose_request_was_aborted_ends(llm: LLM) -> None:
+    stream = llm.stream("aborted by another", GREEDY.clone(max_tokens=100))
+    llm.abort(next(stream).request_id)
+    assert list(stream) == []
+    assert idle(llm)
+
+
+def test_a_dead_engine_is_said_once_and_can_be_closed(device: str) -> None:
+    with LLM(api_kit.tiny_model(), device=device, **api_kit.SETTINGS) as llm:
+        stream = llm.stream("x", GREEDY)
+        llm.add_request("y", GREEDY)
+        with pytest.raises(EngineDeadError):
+            llm.engine._core.inject_fault("a fault in the core")
+        for work in (lambda: llm.generate(["a", "b"], GREEDY), lambda: list(stream), llm.step):
+            with pytest.raises(EngineDeadError, match="a fault in the core"):
+                work()
+
+
+def test_ctrl_c_twice_aborts_all_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = llm.engine.model.forward
+
+    def interrupted(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return forward(*args)
+
+    llm.add_request("of another call", GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY)
+    assert idle(llm) and llm.generate("fits", GREEDY)[0].finished
+
+
 def test_ctrl_c_leaves_a_clean_engine(llm: LLM) -> None:
     before = llm.generate(PROMPTS, GREEDY)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

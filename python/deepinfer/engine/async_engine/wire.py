@@ -1,6 +1,6 @@
 """What goes over the socket between front and engine process.
 
-Owns: messages, their framing (4 bytes of length, then a pickle), and errors as data. Never touches: what is done with them.
+Owns: messages, their framing (8 bytes of length, then a pickle), and errors as data. Never touches: what is done with them.
 Both ends are this program, started by one user; nothing else can reach the socket, which has no name.
 """
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from deepinfer import errors
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 
-LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<Q")
 
 
 @dataclass(slots=True)
