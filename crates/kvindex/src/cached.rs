@@ -112,6 +112,8 @@ impl CachedQueue {
     /// Queues a block that has just become cached. `fence` is 0 if open, else a step not smaller than any before it.
     pub(crate) fn push(&mut self, nodes: &mut [Node], block: Block, fence: u64) {
         if self.tail - self.head > self.mask || self.next_stamp == u32::MAX {
+            // The block is cached again already: its last entry, left stale by the pin, must not come back to life.
+            nodes[block.index()].stamp = u32::MAX;
             self.renumber(nodes);
         }
         let stamp = self.next_stamp;
@@ -297,7 +299,8 @@ mod tests {
         let blocks = 40;
         let mut nodes = nodes(blocks);
         let mut queue = CachedQueue::new(blocks as usize);
-        let mut order: Vec<u32> = Vec::new();
+        // Blocks with the step of their fence, oldest first.
+        let mut order: Vec<(Block, u64)> = Vec::new();
         let mut seed = 1u32;
         let (mut swept, mut restarted) = (0, 0);
         for round in 0..20_000u64 {
@@ -305,29 +308,33 @@ mod tests {
             if round % 101 == 0 && queue.next_stamp < u32::MAX - 30_000 {
                 queue.set_next_stamp(u32::MAX - 20);
             }
-            let stamp = queue.next_stamp;
-            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let pick = 1 + (seed >> 8) % (blocks - 1);
-            if let Some(at) = order.iter().position(|&b| b == pick) {
-                order.remove(at);
-                queue.leave(nodes[pick as usize].stamp);
-                nodes[pick as usize].pins[0] = 1;
-            } else {
-                nodes[pick as usize].pins[0] = 0;
-                queue.push(&mut nodes, Block(pick), 0);
-                order.push(pick);
+            let (stamp, step) = (queue.next_stamp, 3 + round / 10);
+            queue.open_fences(step - 2);
+            for entry in order.iter_mut().filter(|e| e.1 < step - 2) {
+                entry.1 = 0;
             }
-            if round % 997 == 0 && !order.is_empty() {
-                let oldest = order.remove(0);
-                assert_eq!(queue.pop(&nodes), Some(Block(oldest)));
-                nodes[oldest as usize].pins[0] = 1;
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let pick = Block(1 + (seed >> 8) % (blocks - 1));
+            if let Some(at) = order.iter().position(|e| e.0 == pick) {
+                order.remove(at);
+                queue.leave(nodes[pick.index()].stamp);
+                nodes[pick.index()].pins[0] = 1;
+            } else {
+                nodes[pick.index()].pins[0] = 0;
+                queue.push(&mut nodes, pick, step);
+                order.push((pick, step));
+            }
+            if round % 997 == 0 && order.first().is_some_and(|e| e.1 == 0) {
+                let (oldest, _) = order.remove(0);
+                assert_eq!(queue.pop(&nodes), Some(oldest));
+                nodes[oldest.index()].pins[0] = 1;
             }
             assert_eq!(queue.len() as usize, order.len());
+            assert_eq!(queue.fenced() as usize, order.iter().filter(|e| e.1 != 0).count());
             assert!(queue.span() <= 2 * u64::from(blocks) + 4);
             restarted += usize::from(queue.next_stamp < stamp);
             swept += usize::from(sweeping && !queue.sweeping);
-            let live: Vec<u32> = queue.live_blocks(&nodes).iter().map(|(b, _)| b.0).collect();
-            assert_eq!(live, order);
+            assert_eq!(queue.live_blocks(&nodes), order);
         }
         assert!(swept > 100 && restarted > 100, "only {swept} sweeps ended, stamps restarted {restarted} times");
     }
