@@ -36,7 +36,7 @@ def count(executable: Path, steps: int) -> int:
     """Instructions of a whole run of ``steps`` steps."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out", str(executable), str(steps)]
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise SystemExit(f"valgrind failed:\n{result.stderr}")
     found = re.search(r"Collected : (\d+)", result.stderr)
