@@ -58,7 +58,7 @@ $(BIN)/.venv:
 	touch $@
 
 $(BIN)/.built: $(BIN)/.venv $(CORE)
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --profile dev --extras test,lint
+	VIRTUAL_ENV=$(abspath $(VENV)) PIP_QUIET=1 $(BIN)/maturin develop --quiet --profile dev --extras test,lint
 	touch $@
 
 # --no-deps: see the extra `demo` in pyproject.toml.

@@ -12,7 +12,8 @@ if [ ! -e "$tools/.ready" ] || [ requirements/build.txt -nt "$tools/.ready" ]; t
     "$tools/bin/python" -m pip install --quiet -r requirements/build.txt
     touch "$tools/.ready"
 fi
-# maturin looks for zig through the first python on PATH.
+# maturin looks for zig through the first python on PATH, and for python in an activated environment before that.
+unset VIRTUAL_ENV
 export PATH="$PWD/$tools/bin:$PATH"
 
 mkdir -p "$out"

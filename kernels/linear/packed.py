@@ -25,7 +25,9 @@ class PackedLinear:
 
     __slots__ = ("_apply", "classes", "in_features", "out_features", "packed")
 
-    def __init__(self, apply: Callable[[torch.Tensor], torch.Tensor], out_features: int, in_features: int, classes: tuple[int, ...], packed: bool):
+    def __init__(
+        self, apply: Callable[[torch.Tensor], torch.Tensor], out_features: int, in_features: int, classes: tuple[int, ...], packed: bool
+    ):
         self._apply = apply
         self.out_features = out_features
         self.in_features = in_features

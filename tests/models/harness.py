@@ -89,7 +89,9 @@ class Driver:
             rows.append(self.step([(sequence, min(chunk or left, left))])[0])
         return sequence, torch.cat(rows)
 
-    def greedy(self, tokens: Sequence[int], count: int, eos: Sequence[int] = (), chunk: int | None = None) -> tuple[list[int], torch.Tensor]:
+    def greedy(
+        self, tokens: Sequence[int], count: int, eos: Sequence[int] = (), chunk: int | None = None
+    ) -> tuple[list[int], torch.Tensor]:
         """Greedy continuation of at most ``count`` tokens and the logits each was chosen from."""
         sequence, logits = self.prefill(tokens, chunk)
         chosen, rows = [], [logits[-1]]

@@ -100,9 +100,7 @@ def check_fields(config: Mapping[str, Any], known: Iterable[str]) -> None:
         if config.get(name):
             raise UnsupportedConfigError(f"config field {name!r} = {config[name]!r}: {what} is not implemented")
     unknown = {
-        name: value
-        for name, value in config.items()
-        if name not in known_names and name not in HARMLESS_FIELDS and not _is_off(value)
+        name: value for name, value in config.items() if name not in known_names and name not in HARMLESS_FIELDS and not _is_off(value)
     }
     if unknown:
         listed = ", ".join(f"{name} = {json.dumps(value, default=str)[:80]}" for name, value in sorted(unknown.items()))

@@ -92,7 +92,9 @@ def resolve_architecture(architecture: str) -> type[LoadableModel]:
     try:
         found: type[LoadableModel] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UnsupportedModelError(f"architecture {architecture!r} is registered as {target!r}, which cannot be imported: {error}") from error
+        raise UnsupportedModelError(
+            f"architecture {architecture!r} is registered as {target!r}, which cannot be imported: {error}"
+        ) from error
     return found
 
 

@@ -92,7 +92,9 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_position: int, defau
     if kind == "llama3":
         low, high = _number(fields, "low_freq_factor"), _number(fields, "high_freq_factor")
         if low >= high:
-            raise UnsupportedConfigError(f"config field 'rope_parameters.low_freq_factor' = {low!r} must be below high_freq_factor = {high!r}")
+            raise UnsupportedConfigError(
+                f"config field 'rope_parameters.low_freq_factor' = {low!r} must be below high_freq_factor = {high!r}"
+            )
         return RopeParameters(head_dim, theta, kind, factor, trained, low_freq_factor=low, high_freq_factor=high), max_position
     parameters = RopeParameters(
         head_dim,

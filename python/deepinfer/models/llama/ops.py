@@ -26,7 +26,11 @@ def split_heads(
     """
     rows = qkv.shape[0]
     split = heads + kv_heads
-    both = qkv[:, : split * head_dim].view(rows, split, head_dim) if norm is None else qkv[:, : split * head_dim].reshape(rows, split, head_dim)
+    both = (
+        qkv[:, : split * head_dim].view(rows, split, head_dim)
+        if norm is None
+        else qkv[:, : split * head_dim].reshape(rows, split, head_dim)
+    )
     if norm is not None:
         both = rms_norm(both, norm, eps)
     rotated = apply_rope(both, cos, sin)

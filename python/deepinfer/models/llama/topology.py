@@ -43,7 +43,10 @@ _FAMILIES: dict[str, _Family] = {
     "LlamaForCausalLM": _Family(("attention_bias", "mlp_bias")),
     "MistralForCausalLM": _Family(("sliding_window", "layer_types"), window="all", default_max_position=131072),
     "Qwen2ForCausalLM": _Family(
-        ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "use_mrope"), qkv_bias=True, window="by_layer", default_max_position=32768
+        ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "use_mrope"),
+        qkv_bias=True,
+        window="by_layer",
+        default_max_position=32768,
     ),
     "Qwen3ForCausalLM": _Family(
         ("attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
@@ -107,7 +110,9 @@ def _windows(config: Mapping[str, Any], family: _Family, layers: int) -> tuple[i
         return (window,) * layers
     if not optional_bool(config, "use_sliding_window") or ("sliding_window" in config and config["sliding_window"] is None):
         if kinds is not None and "sliding_attention" in kinds:
-            raise UnsupportedConfigError("config field 'layer_types' asks for sliding_attention, but no window is in use (use_sliding_window, sliding_window)")
+            raise UnsupportedConfigError(
+                "config field 'layer_types' asks for sliding_attention, but no window is in use (use_sliding_window, sliding_window)"
+            )
         return (None,) * layers
     window = optional_int(config, "sliding_window", 4096)
     if kinds is None:
@@ -143,7 +148,9 @@ def read_topology(config: Mapping[str, Any], architecture: str) -> LlamaTopology
     if head_dim % 2:
         raise UnsupportedConfigError(f"config field 'head_dim' = {head_dim} must be even")
     if config.get("head_dim") is None and not family.qk_norm and hidden % heads:
-        raise UnsupportedConfigError(f"config field 'hidden_size' = {hidden} must be a multiple of num_attention_heads = {heads} unless head_dim is given")
+        raise UnsupportedConfigError(
+            f"config field 'hidden_size' = {hidden} must be a multiple of num_attention_heads = {heads} unless head_dim is given"
+        )
     trained = optional_int(config, "max_position_embeddings", family.default_max_position)
     rope, max_position = read_rope(config, head_dim, trained)
     attention_bias = "attention_bias" in family.fields and optional_bool(config, "attention_bias")

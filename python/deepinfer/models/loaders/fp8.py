@@ -35,7 +35,9 @@ class Fp8Source:
             raise UnsupportedConfigError(f"config field 'quantization_config.fmt' = {quantization['fmt']!r} is not implemented; e4m3 is")
         block = quantization.get("weight_block_size")
         if block is not None and (not isinstance(block, list) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block)):
-            raise UnsupportedConfigError(f"config field 'quantization_config.weight_block_size' must be two positive integers, found {block!r}")
+            raise UnsupportedConfigError(
+                f"config field 'quantization_config.weight_block_size' must be two positive integers, found {block!r}"
+            )
         self._stored = stored
         self._block: tuple[int, int] | None = (block[0], block[1]) if block is not None else None
         present = set(stored.names())

@@ -69,7 +69,9 @@ def config_from_metadata(
     architecture = architecture_name(meta)
     prefix = f"{meta['general.architecture']}."
     unknown = sorted(
-        key for key, value in meta.items() if key.startswith(prefix) and key.removeprefix(prefix) not in _KNOWN_KEYS and value not in (0, None, False)
+        key
+        for key, value in meta.items()
+        if key.startswith(prefix) and key.removeprefix(prefix) not in _KNOWN_KEYS and value not in (0, None, False)
     )
     if unknown:
         raise UnsupportedConfigError(f"GGUF key {unknown[0]!r} = {meta[unknown[0]]!r} may change the mathematics and is not implemented")
@@ -94,7 +96,9 @@ def config_from_metadata(
         raise UnsupportedConfigError(f"GGUF key '{prefix}attention.value_length' differs from key_length, which is not implemented")
     rotated = meta.get(prefix + "rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise UnsupportedConfigError(f"GGUF key '{prefix}rope.dimension_count' = {rotated}: partial rotation of {head_dim} is not implemented")
+        raise UnsupportedConfigError(
+            f"GGUF key '{prefix}rope.dimension_count' = {rotated}: partial rotation of {head_dim} is not implemented"
+        )
     config: dict[str, Any] = {
         "architectures": [architecture],
         "vocab_size": embed_rows,
@@ -113,7 +117,9 @@ def config_from_metadata(
     if window:
         config["sliding_window"] = window
         if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-            raise UnsupportedConfigError(f"GGUF key '{prefix}attention.sliding_window': which layers use it is not stored; load from safetensors")
+            raise UnsupportedConfigError(
+                f"GGUF key '{prefix}attention.sliding_window': which layers use it is not stored; load from safetensors"
+            )
     if architecture != "Qwen2ForCausalLM" and "blk.0.attn_q.bias" in tensors:
         config["attention_bias"] = True
     if architecture == "LlamaForCausalLM" and "blk.0.ffn_up.bias" in tensors:
@@ -128,7 +134,11 @@ def config_from_metadata(
 def generation_from_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a generation_config that GGUF metadata holds: bos, pad and every id that ends a turn."""
     result: dict[str, Any] = {}
-    ends = [int(meta[key]) for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id") if key in meta]
+    ends = [
+        int(meta[key])
+        for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+        if key in meta
+    ]
     if ends:
         result["eos_token_id"] = list(dict.fromkeys(ends))
     for role, key in (("bos_token_id", "tokenizer.ggml.bos_token_id"), ("pad_token_id", "tokenizer.ggml.padding_token_id")):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUF_MAGIC, GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+from gguf import GGML_QUANT_SIZES, GGUF_MAGIC, GGMLQuantizationType, GGUFReader
 
 from ...errors import CheckpointError, UnsupportedFormatError
 
@@ -26,7 +26,9 @@ class _CheckedReader(GGUFReader):
             try:
                 kind = GGMLQuantizationType(int(raw_type[0]))
             except ValueError:
-                raise UnsupportedFormatError(f"tensor {bytes(name).decode()!r} has GGUF type {int(raw_type[0])}, which the gguf package does not know") from None
+                raise UnsupportedFormatError(
+                    f"tensor {bytes(name).decode()!r} has GGUF type {int(raw_type[0])}, which the gguf package does not know"
+                ) from None
             block, block_bytes = GGML_QUANT_SIZES[kind]
             end = int(start_offs) + int(offset[0]) + int(np.prod(dims)) // block * block_bytes
             if end > size:

@@ -55,7 +55,9 @@ def _check_types(kinds: Mapping[GGMLQuantizationType, tuple[str, Path]]) -> None
         try:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
         except (NotImplementedError, KeyError):
-            raise UnsupportedFormatError(f"GGUF type {kind.name} (tensor {name!r} in {path}) cannot be expanded; requantise the model to another type") from None
+            raise UnsupportedFormatError(
+                f"GGUF type {kind.name} (tensor {name!r} in {path}) cannot be expanded; requantise the model to another type"
+            ) from None
 
 
 def expand(tensor: ReaderTensor, pool: ThreadPoolExecutor | None = None) -> torch.Tensor:

@@ -22,7 +22,9 @@ def _source(source: ResolvedModel, load_format: str, seed: int, model: LoadableM
         return DummySource(model.parameter_shapes(), seed)
     found = source.weight_format
     if found == "none":
-        raise UnsupportedFormatError(f"{source.name}: no weights that can be read (safetensors or GGUF); load_format='dummy' runs random ones")
+        raise UnsupportedFormatError(
+            f"{source.name}: no weights that can be read (safetensors or GGUF); load_format='dummy' runs random ones"
+        )
     if load_format != "auto" and load_format != ("gguf" if found == "gguf" else "safetensors"):
         raise ConfigError(f"load_format={load_format!r}, but {source.name} holds {found} weights; use load_format='auto'")
     if found == "gguf":

@@ -37,7 +37,9 @@ def _alias(name: str) -> Path:
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
-        raise ModelNotFoundError(f"model {name!r} lies in the Python package {package.replace('_', '-')}, which is not installed; run: {command}")
+        raise ModelNotFoundError(
+            f"model {name!r} lies in the Python package {package.replace('_', '-')}, which is not installed; run: {command}"
+        )
     return files[0]
 
 
@@ -101,7 +103,9 @@ def _from_directory(name: str, directory: Path, model_id: str | None = None, rev
         if len(gguf_groups := {gguf_parts(file)[0] for file in ggufs}) == 1:
             return _from_gguf(name, gguf_groups.pop(), model_id, revision)
         if ggufs:
-            raise ModelNotFoundError(f"{directory} holds several GGUF models; name one file: {', '.join(sorted(g.name for g in gguf_groups))}")
+            raise ModelNotFoundError(
+                f"{directory} holds several GGUF models; name one file: {', '.join(sorted(g.name for g in gguf_groups))}"
+            )
         raise ModelNotFoundError(f"{directory} has neither config.json nor a .gguf file")
     config = read_json(config_file)
     refuse_foreign_format(config)
@@ -113,7 +117,9 @@ def _from_directory(name: str, directory: Path, model_id: str | None = None, rev
     if files:
         weight_format = "fp8" if config.get("quantization_config") else "safetensors"
     elif any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
-        raise UnsupportedFormatError(f"{directory} holds PyTorch pickle weights, which are not read because loading them runs code; convert them to safetensors")
+        raise UnsupportedFormatError(
+            f"{directory} holds PyTorch pickle weights, which are not read because loading them runs code; convert them to safetensors"
+        )
     return ResolvedModel(
         name=name,
         model_id=model_id or str(directory.resolve()),
@@ -130,7 +136,13 @@ def _from_directory(name: str, directory: Path, model_id: str | None = None, rev
 
 def _from_hub(name: str, revision: str | None, weights: bool) -> ResolvedModel:
     from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     pieces = name.split("/")
     try:
@@ -145,7 +157,9 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> ResolvedModel:
     except HFValidationError as error:
         raise ModelNotFoundError(f"{name!r} is neither a path nor a valid hub id: {error}") from error
     except RepositoryNotFoundError as error:
-        raise ModelNotFoundError(f"{name!r} is neither a local path nor a known alias ({', '.join(ALIASES)}) nor a model on the hub") from error
+        raise ModelNotFoundError(
+            f"{name!r} is neither a local path nor a known alias ({', '.join(ALIASES)}) nor a model on the hub"
+        ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         why = "offline mode is on (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "the hub cannot be reached"
         raise ModelNotFoundError(f"{name!r} is neither a local path nor in the hub cache, and {why}") from error
@@ -178,6 +192,6 @@ def resolve_model(name: str, revision: str | None = None, load_format: str = "au
         raise UnsupportedFormatError(f"{name}: a single file must be .gguf; for safetensors give the directory that also holds config.json")
     if name.lower() in ALIASES:
         return _from_gguf(name, _alias(name.lower()))
-    if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" and len(name.split("/")) < 3:
+    if path.is_absolute() or name.startswith((".", "~")) or (path.suffix == ".gguf" and len(name.split("/")) < 3):
         raise ModelNotFoundError(f"{name}: no such file or directory")
     return _from_hub(name, revision, load_format != "dummy")
