@@ -39,6 +39,8 @@ lint: $(BIN)/.built ## rustfmt, clippy, ruff, mypy, stub test
 bench: $(BIN)/.built ## the scheduler and the KV index alone, then the scheduler through Python
 	cargo bench -p deepinfer-kvindex
 	cargo bench -p deepinfer-scheduler
+	rm $(BIN)/.built
+	VIRTUAL_ENV=$(abspath $(VENV)) PIP_QUIET=1 $(BIN)/maturin develop --quiet --release
 	$(BIN)/deepinfer bench scheduler --json
 
 budget: ## instructions a step, counted by valgrind and held within 5 %

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NotRequired, TypedDict, final, type_check_only
 
 __all__ = [
+    "DEBUG",
     "HEADER_WORDS",
     "OUTPUT_WORDS",
     "Core",
@@ -22,6 +23,7 @@ __all__ = [
 
 HEADER_WORDS: Final[int]
 OUTPUT_WORDS: Final[int]
+DEBUG: Final[bool]  # built with debug assertions: step buffers are poisoned when they are returned, and times mean nothing
 
 @final
 class PagedGroup:

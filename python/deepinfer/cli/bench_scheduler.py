@@ -54,6 +54,8 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Runs every row and prints them."""
+    if _core.DEBUG:
+        console.note("the core is a debug build: build it with `maturin develop --release` for figures that mean something")
     rows: list[Row] = []
     jobs: list[Callable[[], Row]] = [
         lambda n=n, b=b: decode_row(n, b, args.steps, args.runs)  # type: ignore[misc]
