@@ -79,12 +79,13 @@ def test_generate_stops_quietly_when_the_reader_leaves() -> None:
 
 
 def test_chat_keeps_the_conversation_until_it_is_reset() -> None:
-    script = f"{QUESTION}\n/nonsense\n/reset\n/system You are a pirate.\n{QUESTION}\n/exit\nnever read\n"
-    result = run("chat", *MODEL, "--temperature", "0", "--max-tokens", "12", stdin=script.encode())
+    name, asked = "My name is Zorblatt.", "What is my name?"
+    script = "\n".join((name, asked, "/nonsense", "/reset", asked, "/system You are a pirate.", asked, "/exit", "never read", ""))
+    result = run("chat", *MODEL, "--temperature", "0", "--max-tokens", "8", "--stop", ".", stdin=script.encode())
     assert result.returncode == 0
-    first, second = result.stdout.decode().splitlines()[0], result.stdout.decode().splitlines()[1:]
-    assert first == ANSWER
-    assert second and "\n".join(second) != ANSWER  # another system message, another answer
+    _, remembered, forgotten, pirate = result.stdout.decode().splitlines()
+    assert "Zorb" in remembered and "Zorb" not in forgotten
+    assert pirate not in (remembered, forgotten)
     notes = result.stderr.decode().splitlines()
     assert notes == ["no such command: /nonsense; /help lists them", "conversation forgotten", "system message set"]
 
@@ -207,7 +208,8 @@ def test_a_sigint_while_generating_ends_with_130() -> None:
     assert (process.returncode, err) == (130, b"")
 
 
-def test_errors_of_the_real_command_are_one_line() -> None:
-    result: subprocess.CompletedProcess[bytes] = run("generate", *MODEL, "--max-model-len", "64", "--raw", "word " * 100)
+def test_an_error_of_the_engine_is_one_line_there_too(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "m", architectures=["LlamaForCausalML"])
+    result: subprocess.CompletedProcess[bytes] = run("generate", "--model", model, "--load-format", "dummy", "hello")
     lines = result.stderr.decode().splitlines()
     assert result.returncode == 2 and len(lines) == 1 and lines[0].startswith("deepinfer: error: "), lines
