@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,12 +71,13 @@ class Pool:
         plan = make_plan(positions, table, cu_q, [end for _, _, end in work], decodes, self.block)
         out = paged_attention(q, self.k, self.v, plan, DIM**-0.5, window)
         assert out.shape == q.shape and not out[cu_q[-1] :].any()
-        return [out[a:b] for a, b in zip(cu_q, cu_q[1:], strict=False)]
+        return [out[a:b] for a, b in itertools.pairwise(cu_q)]
 
 
-def chunked(sequence: Stream, chunk: int, block: int, window: int | None) -> torch.Tensor:
+def chunked(sequence: Stream, chunk: int, block: int, window: int | None, first: int = 0) -> torch.Tensor:
+    """Rows from ``first`` on, computed ``chunk`` at a time."""
     pool = Pool([sequence], block)
-    starts = range(0, len(sequence), chunk)
+    starts = range(first, len(sequence), chunk)
     return torch.cat([pool.run([sequence], [(0, s, min(s + chunk, len(sequence)))], window)[0] for s in starts])
 
 
@@ -102,7 +104,8 @@ def test_chunks_and_block_sizes_do_not_change_bits(dtype: torch.dtype, window: i
     whole = chunked(s, 1000, 64, window)
     assert not whole.isnan().any()
     for chunk in CHUNKS:
-        assert torch.equal(chunked(s, chunk, 16, window), whole), f"chunk {chunk}"
+        first = 0 if chunk > 3 else 350  # small chunks mean many calls
+        assert torch.equal(chunked(s, chunk, 16, window, first), whole[first:]), f"chunk {chunk}"
     for block in (16, 32, 64, 128):
         assert torch.equal(chunked(s, 100, block, window), whole), f"block {block}"
 
@@ -121,14 +124,11 @@ def test_batch_mates_do_not_change_bits(dtype: torch.dtype, window: int | None, 
         for i, rows in zip(chosen, out, strict=True):
             assert torch.equal(rows, alone[i]), f"batch of {size}"
     decoding = [(i, len(sequences[i]) - 1, len(sequences[i])) for i in range(5)]
-    mixed = pool.run(
-        sequences,
-        [*decoding, (64, 130, 515), (20, 0, len(sequences[20]))] if len(sequences[20]) > 1 else [*decoding, (64, 130, 515)],
-        window,
-    )
+    mixed = pool.run(sequences, [*decoding, (64, 130, 515), (64, 0, 77)], window)
     for i in range(5):
         assert torch.equal(mixed[i], alone[i])
-    assert torch.equal(mixed[5], chunked(sequences[64], 1000, 32, window)[130:515])
+    whole = chunked(sequences[64], 1000, 32, window)
+    assert torch.equal(mixed[5], whole[130:515]) and torch.equal(mixed[6], whole[:77])
 
 
 def test_a_long_mate_splits_the_bundle_without_changing_bits(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
@@ -163,7 +163,6 @@ def test_tree_sum_does_not_change_when_zeros_are_appended() -> None:
 def test_a_sum_over_the_whole_context_fails_the_same_check() -> None:
     """Negative control: adding tiles with a library's sum instead of the tree changes bits with the number of tiles."""
     x = torch.randn(64, 41, 16, generator=torch.Generator().manual_seed(0))
-    differing = [
-        n for n in range(42, 80) if not torch.equal(torch.cat((x, x.new_zeros(64, n - 41, 16)), 1).flatten(1).sum(1), x.flatten(1).sum(1))
-    ]
-    assert differing
+    plain = x.flatten(1).sum(1)
+    longer = (torch.cat((x, x.new_zeros(64, zeros, 16)), 1).flatten(1).sum(1) for zeros in range(1, 40))
+    assert any(not torch.equal(total, plain) for total in longer)
