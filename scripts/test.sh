@@ -38,4 +38,4 @@ done
 cd "$home/cwd"
 PATH=$path PYTHONPATH='' DEEPINFER_TEST_INSTALLED=1 \
     "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider \
-    --junitxml "$home/pytest.xml" "$root/tests" "$@"
+    --durations 10 --junitxml "$home/pytest.xml" "$root/tests" "$@"
