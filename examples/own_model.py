@@ -2,7 +2,7 @@
 
     python examples/own_model.py
 
-The model here is Llama whose attention looks back over at most 32 tokens in every second layer, which needs no new mathematics:
+The model here is Qwen3 whose attention looks back over at most 32 tokens in every second layer, which needs no new mathematics:
 it rewrites its configuration and lets the built-in family do the rest. A family with mathematics of its own brings four modules
 like those in `deepinfer/models/llama`.
 """
@@ -19,10 +19,11 @@ from deepinfer import LLM, SamplingParams, register_model
 from deepinfer.models.llama.forward import LlamaModel
 
 
-def as_mistral(config: Mapping[str, Any]) -> dict[str, Any]:
+def as_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same model in the fields that the built-in family knows."""
     kinds = ["sliding_attention" if layer % 2 else "full_attention" for layer in range(config["num_hidden_layers"])]
-    return {**config, "architectures": ["MistralForCausalLM"], "layer_types": kinds, "sliding_window": 32}
+    windows = {"layer_types": kinds, "sliding_window": 32, "use_sliding_window": True}
+    return {**config, "architectures": ["Qwen3ForCausalLM"], **windows}
 
 
 class NearsightedModel(LlamaModel):
@@ -30,16 +31,16 @@ class NearsightedModel(LlamaModel):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
-        return super().from_config(as_mistral(config), dtype, device)
+        return super().from_config(as_qwen3(config), dtype, device)
 
     @classmethod
     def position_limit(cls, config: Mapping[str, Any]) -> int:
-        return super().position_limit(as_mistral(config))
+        return super().position_limit(as_qwen3(config))
 
 
 CONFIG = {
     "architectures": ["NearsightedForCausalLM"],
-    "model_type": "mistral",
+    "model_type": "qwen3",
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 4,
