@@ -30,6 +30,7 @@ def test_a_model_of_ones_own() -> None:
 
 
 @needs_smollm2
+@pytest.mark.nightly
 def test_several_callers_of_one_engine() -> None:
     text = output_of("serve_async.py")
     assert "ann: 'The capital of France is Paris.'" in text and "bob: " in text and "cat: " in text
