@@ -6,3 +6,6 @@ forms of the same contract beside it. Never touches: model structure, scheduling
 Importing this package loads neither a compiler nor a GPU library. Every operator keeps the batch-invariance rule: the
 bits of a row's result depend on the row's own sequence only, not on its batch mates and not on where a chunk was cut.
 """
+
+KERNEL_SET = 1
+"""Raised whenever a change may alter the bits of any operator: cached KV of another set is not reused."""

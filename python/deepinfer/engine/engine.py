@@ -30,6 +30,7 @@ from deepinfer.errors import (
     StepOrderError,
     TokenOutOfRangeError,
 )
+from deepinfer.kernels import KERNEL_SET
 from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, PagedGroup, StateGroup
 from deepinfer.outputs import FinishReason
@@ -141,7 +142,7 @@ class Engine:
             revision=self.resolved.revision,
             weight_format="dummy" if self.config.load_format == "dummy" else self.resolved.weight_format,
             kv_format=dtype,
-            numerics=f"{self.run.platform.name}/{dtype}",
+            numerics=f"{self.run.platform.name}/{KERNEL_SET}/{dtype}",
         )
 
     def _make_runner(self, paged: Sequence[PagedGroup], state: Sequence[StateGroup]) -> ModelRunner:
