@@ -93,10 +93,8 @@ class LlamaModel:
         self._head = pack_linear(parameters.head, largest_rows=64 if self.device.type == "cpu" else None)
         parameters.places.clear()
         layers = parameters.layers
-        for index, window in enumerate(self.topology.windows):
-            self._layers.append(_Layer(layers[0], self.topology, window))
-            del layers[0]
-            assert len(self._layers) == index + 1
+        for window in self.topology.windows:
+            self._layers.append(_Layer(layers.pop(0), self.topology, window))
 
     def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:
         """One paged group: keys and values of every layer, in the run dtype, under ``layers.<i>.k`` and ``layers.<i>.v``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -27,7 +27,9 @@ class DummySource:
         shape = self._shapes[name]
         if len(shape) == 1 and name.endswith("norm.weight"):
             return torch.ones(shape)
-        generator = torch.Generator().manual_seed((self._seed & 0x7FFF_FFFF) << 32 | zlib.crc32(name.encode()))
+        # the CPU generator reads 32 bits of its seed
+        digest = hashlib.sha256(f"{self._seed}\0{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
         deviation = shape[-1] ** -0.5 if len(shape) > 1 else 0.02
         return torch.randn(shape, generator=generator) * deviation
 
