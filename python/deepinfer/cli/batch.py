@@ -103,8 +103,8 @@ def _answer(engine: dict[str, Any], model: str, source: RequestFile, target: Ans
         return
     from deepinfer import LLM
 
-    start = time.monotonic()
     with LLM(**engine) as llm, console.progress(total, "batch", "line") as bar:
+        start = time.monotonic()  # of answering; loading is outside
         runner = _Runner(llm, model, target, tally)
         lines = itertools.chain([first], pending)
         shown = 0
