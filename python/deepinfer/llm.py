@@ -6,9 +6,10 @@ Owns: the two front ends. Never touches: tensors, scheduling, HTTP. `LLM` drives
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepinfer.engine.async_engine import AsyncLLM
@@ -92,7 +93,8 @@ class LLM:
         )
         from deepinfer.engine.engine import Engine
 
-        self._engine: Engine | None = Engine(self.config)
+        with _load_bar() as progress:
+            self._engine: Engine | None = Engine(self.config, progress)
         try:
             text = load_text_side(self.config, self._engine.resolved)
         except BaseException:
@@ -403,3 +405,22 @@ def _progress(total: int, wanted: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, desc="generate", unit="prompt", dynamic_ncols=True, disable=None if wanted else True)
+
+
+@contextmanager
+def _load_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar over the bytes of the weights, if stderr is a terminal; it goes when they are loaded."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc="load", unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+            if done >= total:
+                bar.close()  # before the capacity report takes the line
+
+        yield progress
