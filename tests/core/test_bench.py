@@ -49,6 +49,22 @@ def test_matched_chain_must_fit_the_pool() -> None:
     assert len(_core.bench_chain_hash(1000, 64, 3)) == 3
 
 
+def test_sizes_that_would_take_all_memory_are_refused() -> None:
+    driver = Driver()
+    for call in (
+        lambda: _core.bench_chain_hash(2**62, 64, 1),
+        lambda: _core.bench_chain_hash(64, 64, 2**62),
+        lambda: _core.bench_prefix_match(64, 64, 2**32 - 1, 1),
+        lambda: _core.bench_prefix_match(64, 64, 4, 2**62),
+        lambda: _core.bench_steps(driver.core, 1, 0, 50, (), 2**62, 2),
+        lambda: _core.bench_steps(driver.core, 2**62, 0, 50, (), 0, 2),
+    ):
+        with pytest.raises(ConfigError, match="at most"):
+            call()
+    driver.core.add(prompt(20), max_new_tokens=3)
+    assert len(_core.bench_steps(driver.core, 9, 2**64 - 1, 50, (), 0, 0)) == 3
+
+
 def test_command_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     bench_scheduler.add_arguments(parser)

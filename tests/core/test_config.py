@@ -53,6 +53,17 @@ def test_objects_are_frozen() -> None:
         ({"vocab_size": 0}, "vocab_size"),
         ({"ring_slots": 2}, "ring_slots"),
         ({"hit_rule": "sometimes"}, "hit_rule"),
+        ({"groups": [_core.PagedGroup(page_tokens=1 << 17, num_pages=9, sources=[(1, 8)])]}, "page_tokens"),
+        (
+            {
+                "groups": [_core.PagedGroup(page_tokens=t, num_pages=n, sources=[(1, 8)]) for t, n in [(64, 9)] + [(1, 1 << 20)] * 3],
+                "max_model_len": 1 << 29,
+            },
+            "pages of one block|columns of the block table",
+        ),
+        ({"event_capacity": 2**63}, "memory|cannot be had"),
+        ({"event_capacity": 2**52}, "event_capacity"),
+        ({"max_model_len": 2**30 - 1, "max_num_seqs": 2**20 - 1, "max_num_batched_tokens": 2**20}, "lower max_num_seqs"),
     ],
 )
 def test_value_that_cannot_work_is_named(changes: dict[str, Any], named: str) -> None:

@@ -58,6 +58,7 @@ def test_token_containers(tokens: Any) -> None:
         ([5], {"max_new_tokens": 0}, InvalidRequestError, "max_tokens is 0"),
         ([5], {"min_new_tokens": 5}, InvalidRequestError, "min_tokens"),
         ([5], {"n": 0}, InvalidRequestError, "n is 0"),
+        ([5], {"n": 2**32 - 1}, InvalidRequestError, "n is above 16384"),
     ],
 )
 def test_bad_request_is_refused_and_nothing_else_is_lost(tokens: Any, settings: dict[str, Any], error: type[Exception], said: str) -> None:
@@ -76,6 +77,14 @@ def test_request_larger_than_the_pool_is_refused() -> None:
     with pytest.raises(PromptTooLongError, match="33 KV blocks and the whole pool has 32"):
         driver.core.add(prompt(500), max_new_tokens=29)
     assert driver.core.add(prompt(500), max_new_tokens=13)
+
+
+def test_largest_numbers_mean_the_longest_answer() -> None:
+    driver = Driver()
+    driver.core.add(IDS, max_new_tokens=2**32 - 1, min_new_tokens=2**32 - 1, eos_ids=[EOS])
+    rows = list(driver.run())
+    assert len(rows) == 128 - len(IDS) and rows[-1][5] == 2  # length
+    driver.check_counts()
 
 
 @pytest.mark.parametrize("tokens", ["text", 5, None, [1.5], ["a"], {"a": 1}])

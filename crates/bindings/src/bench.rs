@@ -13,6 +13,19 @@ use crate::core::{Core, Inner};
 use crate::error::{self, PythonError};
 use crate::prepared;
 
+/// Most of anything that a loop takes memory for.
+const MOST: usize = 1 << 24;
+
+/// Refuses sizes that no bench needs and that would take all memory.
+fn bounded(py: Python<'_>, sizes: &[(&str, usize)]) -> PyResult<()> {
+    match sizes.iter().find(|(_, size)| *size > MOST) {
+        Some((name, size)) => {
+            Err(error::named(py, "ConfigError", format!("{name} is {size}; it must be at most {MOST}")))
+        }
+        None => Ok(()),
+    }
+}
+
 /// A reproducible stream of token ids below `vocab`, clear of the small special ids.
 struct Tokens {
     state: u64,
@@ -101,13 +114,14 @@ pub fn bench_steps(
     prompt_tokens: usize,
     refill: u32,
 ) -> PyResult<Vec<u64>> {
+    bounded(py, &[("steps", steps), ("prompt_tokens", prompt_tokens)])?;
     let shared = prepared::tokens(shared, core.vocab)?;
     let mut stream = Tokens { state: now_ns, vocab: core.vocab.max(11) };
     core.detached(py, move |inner| {
         let mut samples = Vec::with_capacity(steps);
         let Some(worker) = Worker::new(inner) else { return Ok(samples) };
         for step in 0..steps as u64 {
-            let now = now_ns + 1 + step;
+            let now = now_ns.saturating_add(1 + step);
             let begin = Instant::now();
             let slot = inner.schedule(now).map_err(Stopped::Step)?;
             let planned = begin.elapsed();
@@ -148,8 +162,9 @@ fn chain_of(block: u32) -> ChainHasher {
 
 /// Nanoseconds of hashing a chain of `tokens` tokens, `repeats` times.
 #[pyfunction]
-pub fn bench_chain_hash(py: Python<'_>, tokens: usize, block: u32, repeats: usize) -> Vec<u64> {
-    py.detach(|| {
+pub fn bench_chain_hash(py: Python<'_>, tokens: usize, block: u32, repeats: usize) -> PyResult<Vec<u64>> {
+    bounded(py, &[("tokens", tokens), ("block", block as usize), ("repeats", repeats)])?;
+    Ok(py.detach(|| {
         let mut ids = Vec::new();
         Tokens { state: 1, vocab: 32_000 }.fill(&mut ids, tokens);
         let chain = chain_of(block);
@@ -161,7 +176,7 @@ pub fn bench_chain_hash(py: Python<'_>, tokens: usize, block: u32, repeats: usiz
             begin.elapsed().as_nanos() as u64
         };
         (0..repeats).map(time).collect()
-    })
+    }))
 }
 
 /// Nanoseconds of finding a cached prefix of `tokens` tokens, taking the references and listing its blocks, `repeats` times,
@@ -174,6 +189,10 @@ pub fn bench_prefix_match(
     pool_blocks: u32,
     repeats: usize,
 ) -> PyResult<Vec<u64>> {
+    bounded(
+        py,
+        &[("tokens", tokens), ("block", block as usize), ("pool_blocks", pool_blocks as usize), ("repeats", repeats)],
+    )?;
     let length = tokens / (block as usize).max(1);
     if length == 0 || length > pool_blocks as usize {
         let message =

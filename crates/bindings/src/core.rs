@@ -125,7 +125,10 @@ impl Inner {
 impl Core {
     #[new]
     fn new(py: Python<'_>, config: &CoreConfig) -> PyResult<Self> {
-        let scheduler = Scheduler::new(&config.config).map_err(|refused| error::raise(py, &refused))?;
+        let built = catch_unwind(|| Scheduler::new(&config.config)).map_err(|_| {
+            error::named(py, "ConfigError", "no core could be built from this configuration".to_owned())
+        })?;
+        let scheduler = built.map_err(|refused| error::raise(py, &refused))?;
         Ok(Self {
             inbox: scheduler.inbox(),
             inner: Mutex::new(Some(Inner {

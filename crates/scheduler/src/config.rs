@@ -1,10 +1,17 @@
 //! What a scheduler is built for: KV groups, limits, policy; checked once, with an error that says what to change.
 
-use deepinfer_kvindex::Root;
+use deepinfer_kvindex::{Event, Root};
 use thiserror::Error;
 
 /// Most extra pages a block may own in all groups together; bounds the delta list of a step.
 const MAX_PAGES_PER_BLOCK: u32 = 64;
+
+/// Most tokens of a block: two blocks of tokens are kept for every running sequence.
+const MAX_BLOCK_TOKENS: u32 = 1 << 16;
+
+/// What a running sequence and a page take beside rows of the block table, rounded up.
+const BYTES_PER_SEQUENCE: u64 = 1024;
+const BYTES_PER_PAGE: u64 = 128;
 
 /// One tensor family that shares the page ids of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,6 +177,12 @@ pub enum ConfigError {
         /// First value that does not fit.
         below: u64,
     },
+    /// The tables alone would not fit the memory of this machine.
+    #[error(
+        "the scheduler's own tables would take {0} bytes, which cannot be had: lower max_num_seqs, max_model_len, num_pages or \
+         event_capacity"
+    )]
+    Memory(u64),
 }
 
 /// One slot array of the ring: entries of `e` per page of group `group`.
@@ -237,7 +250,7 @@ impl Config {
         let mut maps: Vec<SlotMap> = Vec::new();
         let mut has_state = false;
         let mut block_tokens = 0;
-        let mut column = 0;
+        let mut column: u64 = 0;
         let mut pages_per_block = 0;
         let mut row_blocks = 0;
         let mut usable = u32::MAX;
@@ -255,6 +268,7 @@ impl Config {
                     return Err(ConfigError::FirstGroupNotPaged);
                 }
                 power_of_two("page_tokens of KV group 0", *page_tokens, 4)?;
+                below("page_tokens of KV group 0", u64::from(*page_tokens), u64::from(MAX_BLOCK_TOKENS) + 1)?;
                 block_tokens = *page_tokens;
                 row_blocks = self.limits.max_model_len.div_ceil(block_tokens);
             } else if *page_tokens > block_tokens {
@@ -279,13 +293,16 @@ impl Config {
                     maps.push(map);
                 }
             }
+            below("pages of one block", pages.into(), u64::from(MAX_PAGES_PER_BLOCK) + 1)?;
+            let width = u64::from(row_blocks) * u64::from(pages);
+            below("columns of the block table", column + width, 1 << 31)?;
             sections.push(Section {
-                column,
+                column: column as u32,
                 pages_shift: pages.trailing_zeros(),
                 page_shift: page_tokens.trailing_zeros(),
                 num_pages: *num_pages,
             });
-            column += row_blocks * pages;
+            column += width;
             pages_per_block += pages;
             usable = usable.min((num_pages - 1) / pages);
         }
@@ -302,13 +319,28 @@ impl Config {
             shift: block_tokens.trailing_zeros(),
             mask: block_tokens - 1,
             row_blocks,
-            columns: column,
+            columns: column as u32,
             pages_per_block,
             sections,
             maps,
             has_state,
             usable_blocks: usable,
         })
+    }
+
+    /// Whether the tables that [`crate::Scheduler::new`] takes can be had: an allocation that fails there would end the process.
+    pub(crate) fn check_memory(&self, geometry: &Geometry) -> Result<(), ConfigError> {
+        let (slots, block) = (u64::from(self.limits.max_num_seqs) + 1, u64::from(geometry.block_tokens));
+        let rows = slots.saturating_mul(4 * (u64::from(geometry.row_blocks) + 2 * block) + BYTES_PER_SEQUENCE);
+        let pages =
+            geometry.sections.iter().map(|s| u64::from(s.num_pages)).sum::<u64>().saturating_mul(BYTES_PER_PAGE);
+        let events = (self.event_capacity as u64).saturating_mul(size_of::<Event>() as u64);
+        let bytes = rows.saturating_add(pages).saturating_add(events);
+        let mut probe: Vec<u8> = Vec::new();
+        usize::try_from(bytes)
+            .ok()
+            .and_then(|wanted| probe.try_reserve_exact(wanted).ok())
+            .ok_or(ConfigError::Memory(bytes))
     }
 
     fn check_limits(&self) -> Result<(), ConfigError> {

@@ -12,6 +12,9 @@ use deepinfer_kvindex::{Block, BlockHash, ChainHasher, Seq, TransferId};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+/// Most sequences of one request: each takes memory when it is queued, before anything runs.
+const MAX_FORKS: u32 = 1 << 14;
+
 /// How a transfer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
@@ -125,10 +128,11 @@ impl Shared {
         if let Some(&token) = p.tokens.iter().chain(&p.eos).chain(&p.stop_ids).find(|&&t| t >= vocab) {
             return Err(Reject::BadToken { token, vocab });
         }
-        let conflicts: [(bool, &'static str); 6] = [
+        let conflicts: [(bool, &'static str); 7] = [
             (p.max_new == 0, "max_tokens is 0: ask for at least one token"),
             (p.min_new > p.max_new, "min_tokens is greater than max_tokens"),
             (p.forks == 0, "n is 0: ask for at least one sequence"),
+            (p.forks > MAX_FORKS, "n is above 16384: send the prompt several times instead"),
             (p.flags.wait_kv && p.forks > 1, "a request whose KV arrives from elsewhere cannot have n > 1"),
             (p.flags.wait_kv && p.flags.prompt_logprobs, "prompt_logprobs needs every prompt row: KV cannot be loaded"),
             (p.flags.hold && p.forks > 1, "a request that is handed over cannot have n > 1"),
@@ -174,7 +178,7 @@ impl Shared {
             cursor: Block::NULL,
             duplicates: Vec::new(),
             limit,
-            least: prompt + p.min_new,
+            least: prompt.saturating_add(p.min_new),
             lane_stops,
             stops,
             priority: p.priority,

@@ -113,6 +113,7 @@ impl Scheduler {
     /// [`ConfigError`].
     pub fn new(config: &Config) -> Result<Self, ConfigError> {
         let geometry = config.geometry()?;
+        config.check_memory(&geometry)?;
         let layout = Layout::new(&config.limits, &geometry);
         let seqs = config.limits.max_num_seqs as usize;
         let groups = geometry
