@@ -7,6 +7,7 @@ Never touches: tensors (the sampler is in `deepinfer.worker`), tokenizers, engin
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -14,6 +15,9 @@ from typing import Any, Literal, get_args
 from deepinfer.errors import SamplingParamsError
 
 TrafficClass = Literal["agent", "chat"]
+
+MAX_ANSWERS = 1 << 14
+"""Most answers to one prompt."""
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is treated as 0: always the most likely token."""
@@ -55,7 +59,7 @@ class SamplingParams:
     Every value is checked when the object is made; :class:`~deepinfer.errors.SamplingParamsError` says what to change.
 
     Args:
-        n: answers to one prompt, at least 1. More than one needs ``temperature > 0``. Seeds: :func:`derive_seed`.
+        n: answers to one prompt, 1 to 16384. More than one needs ``temperature > 0``. Seeds: :func:`derive_seed`.
         temperature: 0 takes the most likely token.
         top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: keep the k most likely tokens; 0 or −1 keeps all.
@@ -164,6 +168,8 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         _integer("n", self.n, 1)
+        if self.n > MAX_ANSWERS:
+            raise SamplingParamsError(f"n must be at most {MAX_ANSWERS}, got {self.n}; send the prompt several times instead")
         _number("temperature", self.temperature, 0.0, math.inf)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, -1)
@@ -186,6 +192,8 @@ class SamplingParams:
         _integer("priority", self.priority, -(2**31), 2**31 - 1)
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise SamplingParamsError(f"cache_salt must be a non-empty string or None, got {self.cache_salt!r}")
+        if self.cache_salt and any("\ud800" <= c <= "\udfff" for c in self.cache_salt):
+            raise SamplingParamsError(f"cache_salt must be valid Unicode, got {self.cache_salt!r}")
         if self.traffic_class not in get_args(TrafficClass):
             raise SamplingParamsError(f"traffic_class must be one of {', '.join(get_args(TrafficClass))}, got {self.traffic_class!r}")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"):
@@ -206,7 +214,7 @@ class SamplingParams:
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not good or not (low < value if open_low else low <= value) or value > high:
         span = f"{'(' if open_low else '['}{low:g}, {'inf)' if math.isinf(high) else f'{high:g}]'}"
         raise SamplingParamsError(f"{name} must be a number in {span}, got {value!r}")
@@ -219,8 +227,14 @@ def _integer(name: str, value: Any, low: int, high: int | None = None, *, hint: 
         raise SamplingParamsError(f"{name} must be an integer of {span}, got {value!r}{hint}")
 
 
+def _items(name: str, value: Iterable[Any] | None) -> tuple[Any, ...]:
+    if value is not None and not isinstance(value, Iterable):
+        raise SamplingParamsError(f"{name} must be a list or None, got {value!r}")
+    return () if value is None else tuple(value)
+
+
 def _strings(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
-    items = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    items = (value,) if isinstance(value, str) else _items(name, value)
     for item in items:
         if not isinstance(item, str) or not item:
             raise SamplingParamsError(f"{name} must hold non-empty strings, got {item!r}; leave the entry out")
@@ -228,20 +242,22 @@ def _strings(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _token_ids(value: Iterable[int] | None) -> tuple[int, ...]:
-    items = () if value is None else tuple(value)
+    items = _items("stop_token_ids", value)
     for item in items:
         _integer("stop_token_ids", item, 0, 2**31 - 1, hint=" among its entries")
     return tuple(dict.fromkeys(items))
 
 
 def _logit_bias(value: Mapping[int, float] | None) -> dict[int, float] | None:
-    if not value:
+    if value is None:
         return None
+    if not isinstance(value, Mapping):
+        raise SamplingParamsError(f"logit_bias must map token ids to numbers, got {value!r}")
     bias: dict[int, float] = {}
     for key, number in value.items():
-        if isinstance(key, str) and key.isascii() and key.isdigit():
+        if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
             key = int(key)  # JSON objects have string keys
         _integer("logit_bias key", key, 0, 2**31 - 1)
         _number(f"logit_bias[{key}]", number, -100.0, 100.0)
         bias[key] = float(number)
-    return bias
+    return bias or None

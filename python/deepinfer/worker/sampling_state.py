@@ -25,6 +25,9 @@ _FLOATS = (TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION)
 DRAWS, RANKED, BIAS, PENALTIES, BAD_WORDS, MIN_LENGTH, LOGPROBS = (1 << i for i in range(7))
 EDITS = BIAS | PENALTIES | BAD_WORDS | MIN_LENGTH
 
+_LARGEST = 1e30
+"""Temperature and repetition penalty are cut to this (and to one over it): a logit changed by it is still finite in float32."""
+
 
 @dataclass(frozen=True)
 class RowSampling:
@@ -131,10 +134,11 @@ class SamplingState:
         p, words = row.params, self.host[slot]
         floats = words.view(np.float32)
         words[:] = 0
-        floats[TEMPERATURE] = 1.0 if p.greedy else p.temperature
+        floats[TEMPERATURE] = 1.0 if p.greedy else min(p.temperature, _LARGEST)
         words[TOP_K] = p.top_k if 0 < p.top_k < self._vocab else self._vocab
         floats[TOP_P], floats[MIN_P] = p.top_p, p.min_p
-        floats[PRESENCE], floats[FREQUENCY], floats[REPETITION] = p.presence_penalty, p.frequency_penalty, p.repetition_penalty
+        floats[PRESENCE], floats[FREQUENCY] = p.presence_penalty, p.frequency_penalty
+        floats[REPETITION] = min(max(p.repetition_penalty, 1 / _LARGEST), _LARGEST)
         words[SEED_LOW : SEED_HIGH + 1] = np.array([row.seed], np.int64).view(np.int32)
         words[PROMPT_LEN], words[MIN_TOKENS] = len(row.prompt_ids), p.min_tokens
 
