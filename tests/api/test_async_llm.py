@@ -214,6 +214,20 @@ def test_the_death_of_the_engine_reaches_every_caller_within_a_second(device: st
     asyncio.run(die())
 
 
+def test_an_engine_killed_while_it_starts_is_a_typed_error(device: str) -> None:
+    async def die_while_reading() -> None:
+        llm = AsyncLLM(api_kit.tiny_model(), device=device, **api_kit.SETTINGS)
+        os.kill(llm.engine_pid, signal.SIGSTOP)
+        starting = asyncio.create_task(llm.ready())
+        await asyncio.sleep(0.2)  # the start message is sent and nobody reads it: the kill resets the connection
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await starting
+        await llm.aclose()
+
+    asyncio.run(die_while_reading())
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_the_engine_process(device: str, number: signal.Signals) -> None:
     async def send() -> None:

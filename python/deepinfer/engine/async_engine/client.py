@@ -133,8 +133,9 @@ class AsyncLLM:
         self._send(self._start)
         unpacker = wire.Unpacker()
         early: list[Any] = []
-        while not early and (data := await reader.read(1 << 18)):
-            early += unpacker.feed(data)
+        with contextlib.suppress(ConnectionError):  # a process that is killed resets the connection
+            while not early and (data := await reader.read(1 << 18)):
+                early += unpacker.feed(data)
         match early[:1]:
             case [wire.Ready(max_model_len, vocab_size, max_num_seqs)]:
                 self.max_num_seqs = max_num_seqs
