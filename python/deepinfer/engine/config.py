@@ -30,6 +30,7 @@ DTYPES = {
 # A batch that keeps each device busy without making one step long enough to be felt.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
+_MOST_THREADS = 1024  # the threads' library ends the process when it cannot start what it is told to
 _DEFAULT_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 
 
@@ -99,10 +100,10 @@ class EngineConfig:
         object.__setattr__(self, "device", str(self.device))
         self._check_dtype()
         _positive("max_model_len", self.max_model_len, "leave it out for the model's own limit")
-        _positive("max_num_seqs", self.max_num_seqs)
-        _positive("max_num_batched_tokens", self.max_num_batched_tokens)
+        _positive("max_num_seqs", self.max_num_seqs, most=(1 << 20) - 1)
+        _positive("max_num_batched_tokens", self.max_num_batched_tokens, most=(1 << 24) - 1)
         _positive("num_kv_blocks", self.num_kv_blocks, "leave it out to size the pool from kv_memory_fraction")
-        _positive("num_threads", self.num_threads)
+        _positive("num_threads", self.num_threads, most=_MOST_THREADS)
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size!r}")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
@@ -170,6 +171,7 @@ class EngineConfig:
         if dtype is torch.float16 and kind == "cpu":
             raise ConfigError("dtype float16 is not supported on a CPU; use 'bfloat16' or 'float32'")
         threads = environ.get("DEEPINFER_NUM_THREADS") if self.num_threads is None else self.num_threads
+        _positive("DEEPINFER_NUM_THREADS", threads, most=_MOST_THREADS)
         return RunConfig(
             platform=platform,
             dtype=dtype,
@@ -199,8 +201,10 @@ class RunConfig:
         return self.platform.device
 
 
-def _positive(name: str, value: int | None, hint: str = "") -> None:
+def _positive(name: str, value: int | None, hint: str = "", *, most: int | None = None) -> None:
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}" + (f"; {hint}" if hint else ""))
+    if most is not None and value > most:
+        raise ConfigError(f"{name} must be at most {most}, got {value}")
