@@ -6,11 +6,12 @@ They go through ``main`` in this process, so that torch is imported once for all
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from cli.running import needs_smollm2, smollm2_file
+from cli.running import COMMAND, TIMEOUT, environment, needs_smollm2, smollm2_file
 from deepinfer.cli.app import main
 
 TINY = {
@@ -104,3 +105,12 @@ def test_a_truncated_gguf_is_refused(capfd: pytest.CaptureFixture[str], tmp_path
 )
 def test_a_request_the_model_cannot_serve(capfd: pytest.CaptureFixture[str], argv: tuple[str, ...], says: str) -> None:
     assert says in fails_with_one_line(capfd, "generate", "--model", "smollm2", "--device", "cpu", "--raw", *argv)
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 2), (">&-", 0), ("<&- >&- 2>&-", 2)])
+def test_streams_that_the_caller_closed_are_empty(closed: str, code: int) -> None:
+    argv = ("generate", "--model", "no-such-model", "-") if code else ("doctor", "--json")
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *COMMAND, *argv], env=environment(), timeout=TIMEOUT, check=False, capture_output=True
+    )
+    assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr

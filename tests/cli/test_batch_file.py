@@ -108,3 +108,9 @@ def test_an_id_that_utf8_cannot_hold_survives_the_round_trip(tmp_path: Path) -> 
         target.append({"id": "batch_req_1", "custom_id": odd, "response": {}, "error": None})
     with AnswerFile(str(path)) as target:
         assert target.done.custom_ids == {odd}
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/zero"])
+def test_an_output_that_cannot_be_read_back_is_refused(path: str) -> None:
+    with pytest.raises(UserError, match="no regular file"):
+        AnswerFile(path)

@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code; never raises for a failure it can name."""
+    console.open_missing_streams()
     try:
         args = build_parser().parse_args(argv)
         code = int(args.run(args))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -137,6 +138,9 @@ class AnswerFile:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.close()
+            raise UserError(f"cannot write {path}: it is no regular file, and answers are read back to resume; name another output file")
         try:
             self._lock()
             self._read_done()

@@ -79,6 +79,16 @@ def decode_utf8(data: bytes, name: str) -> str:
         raise UserError(f"{name} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
 
 
+def open_missing_streams() -> None:
+    """Points standard streams that the caller has closed at nothing: reading finds the end, writing goes nowhere.
+
+    The lowest free descriptor is taken, in order, so that no later file becomes somebody's stdout.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (as long as the process)
+
+
 def silence_broken_pipe() -> None:
     """Points stdout at nothing, so that the interpreter's own flush at exit does not complain a second time."""
     with contextlib.suppress(OSError, ValueError):
