@@ -17,7 +17,7 @@ from deepinfer.engine.chat_template import Message
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.input_processor import ModelLimits, Prompt, PromptDict, match_params, split_conversations, split_prompts
 from deepinfer.engine.interrupt import hold_interrupts
-from deepinfer.engine.output_processor import OutputMode, OutputProcessor
+from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check_mode
 from deepinfer.engine.request import EngineRequest
 from deepinfer.engine.text_side import load_text_side
 from deepinfer.engine.tokenizer import Tokenizer
@@ -257,6 +257,7 @@ class LLM:
         ``mode="delta"``: each output holds only what is new; ``"cumulative"``: all so far. Closing the iterator (or
         leaving it) aborts the request. A wrong prompt raises here, before the first piece.
         """
+        check_mode(mode)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request_id = self._inputs.new_request_id()
         request, text = self._inputs.prepare(prompt, params, request_id, stream=True)

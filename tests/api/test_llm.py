@@ -207,6 +207,12 @@ def test_a_stream_gives_pieces_that_join_to_the_whole(llm: LLM) -> None:
     assert cumulative == [whole.token_ids[: i + 1] for i in range(len(whole.token_ids))]
 
 
+def test_an_unknown_mode_is_refused_before_anything_is_queued(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="cumulative, delta, final"):
+        llm.stream("x", GREEDY, mode="whole")  # type: ignore[arg-type]
+    assert idle(llm)
+
+
 def test_a_stream_that_is_left_early_aborts_its_request(llm: LLM) -> None:
     stream = llm.stream("left early", GREEDY.clone(max_tokens=100))
     next(stream)

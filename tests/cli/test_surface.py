@@ -77,6 +77,7 @@ def test_the_installed_command_is_this_one() -> None:
         (("generate", "--model", "m", "--num-kv-blocks", "4", "--gpu-memory-utilization", "0.5", "hello"), "give one of them"),
         (("chat", "--model", "m", "--top-p", "0"), "top_p"),
         (("bench", "throughput", "--model", "m", "--num-prompts", "0"), "--num-prompts"),
+        (("bench", "scheduler", "--num-seqs", "99999999999"), "above 65536"),
         (("bench", "throughput", "--model", "m", "--input-len", "4", "--shared-prefix-len", "5"), "--shared-prefix-len"),
         (("batch", "--model", "m", "missing.jsonl", "out.jsonl"), "missing.jsonl"),
         (("batch", "--model", "m", ".", "out.jsonl"), "directory"),

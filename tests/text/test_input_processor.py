@@ -31,7 +31,7 @@ def processor(**values: Any) -> InputProcessor:
 def test_all_forms_of_a_prompt_give_its_ids() -> None:
     ids = TOKENIZER.encode("hello")
     forms: list[Any] = ["hello", {"prompt": "hello"}, {"prompt": "hello", "prompt_token_ids": ids}]
-    forms += [ids, tuple(ids), np.array(ids), {"prompt_token_ids": ids}]
+    forms += [ids, tuple(ids), np.array(ids), list(np.array(ids)), {"prompt_token_ids": ids}]
     for place, prompt in enumerate(forms):
         request, text = processor().prepare(prompt, SamplingParams(), "r", stream=False)
         assert request.prompt_ids == ids and all(type(i) is int for i in request.prompt_ids)
@@ -125,6 +125,7 @@ def test_a_chat_is_a_prompt_with_text_and_ids() -> None:
 def test_one_prompt_or_several() -> None:
     assert split_prompts("a") == ["a"]
     assert split_prompts([1, 2]) == [[1, 2]]
+    assert split_prompts([np.int64(1), np.int32(2)]) == [[1, 2]]
     assert split_prompts(["a", [1], {"prompt": "b"}]) == ["a", [1], {"prompt": "b"}]
     assert split_prompts([]) == []
     with pytest.raises(InvalidRequestError):

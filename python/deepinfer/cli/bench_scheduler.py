@@ -32,6 +32,7 @@ EOS = 2  # never sampled: every row runs to its length
 WARMUP_STEPS = 200
 RIVAL_STEPS = 300  # a busy thread may cost a switch interval (5 ms) a call
 SAMPLED = np.int32(1234)
+_MOST_SEQS = 65_536
 
 Row = dict[str, Any]
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help='print {"rows": [...]} instead of a table')
     parser.add_argument("--runs", type=_positive, default=5, metavar="N", help="runs of each row; the best median counts (5)")
     parser.add_argument("--steps", type=_positive, default=2000, metavar="N", help="timed steps of a run (2000)")
-    parser.add_argument("--num-seqs", type=_positive, nargs="+", default=[16, 64, 256, 1024], metavar="N", help="sequences that decode")
+    parser.add_argument("--num-seqs", type=_sequences, nargs="+", default=[16, 64, 256, 1024], metavar="N", help="sequences that decode")
     parser.add_argument("--block", type=int, nargs="+", choices=(16, 32, 64, 128), default=[16, 64], metavar="B", help="block sizes")
 
 
@@ -49,6 +50,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _sequences(text: str) -> int:
+    value = _positive(text)
+    if value > _MOST_SEQS:
+        raise argparse.ArgumentTypeError(f"{value} is above {_MOST_SEQS}, the most this benchmark drives")
     return value
 
 

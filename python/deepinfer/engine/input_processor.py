@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypedDict
 
 from deepinfer.engine.chat_template import NO_TEMPLATE, ChatTemplate, Message
@@ -162,7 +163,7 @@ class InputProcessor:
         if not len(ids):
             raise EmptyPromptError("the prompt has no tokens; give at least one character or token id")
         check_token_ids(ids, self.limits.vocab_size)
-        return text, list(ids)
+        return text, [int(i) for i in ids]  # numpy's integers too
 
     def _fit(self, ids: list[int], params: SamplingParams) -> list[int]:
         longest = self.limits.max_model_len
@@ -204,7 +205,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidRequestError(f"prompts must be text, token ids or a list of these, got {type(prompts).__name__}")
-    if prompts and all(isinstance(p, int) for p in prompts):
+    if prompts and all(isinstance(p, Integral) for p in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -11,15 +11,24 @@ the engine is told to end the sequence there. What it has made beyond is dropped
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from deepinfer.engine.detokenizer import Detokenizer
 from deepinfer.engine.request import EngineRequest, SequenceDelta, TokenLogprobs
 from deepinfer.engine.stop_strings import StopMatcher, StopStrings
 from deepinfer.engine.tokenizer import Tokenizer
+from deepinfer.errors import InvalidRequestError
 from deepinfer.outputs import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
 
 OutputMode = Literal["cumulative", "delta", "final"]
+
+
+def check_mode(mode: str) -> None:
+    """Raises InvalidRequestError for a mode that is none of ``OutputMode``."""
+    if mode not in get_args(OutputMode):
+        raise InvalidRequestError(f"mode must be one of {', '.join(get_args(OutputMode))}, got {mode!r}")
+
+
 """What an output holds: all so far, only what is new, or one output at the end."""
 
 StopAt = Callable[[str, int, int], None]

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ class Tokenizer:
 def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
     """Raises TokenOutOfRangeError for the first id that is no integer in ``[0, vocab_size)``."""
     for place, token in enumerate(ids):
-        if not isinstance(token, int) or isinstance(token, bool):
+        if not isinstance(token, Integral) or isinstance(token, bool):
             raise TokenOutOfRangeError(f"token ids must be integers, got {token!r} at position {place}")
         if not 0 <= token < vocab_size:
             raise TokenOutOfRangeError(f"token id {token} at position {place} is outside the vocabulary of {vocab_size} tokens")

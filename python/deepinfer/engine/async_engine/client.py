@@ -16,7 +16,7 @@ from deepinfer.engine.async_engine.child import EngineChild
 from deepinfer.engine.chat_template import Message
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.input_processor import InputProcessor, ModelLimits, Prompt, PromptDict
-from deepinfer.engine.output_processor import OutputMode, OutputProcessor, merge_deltas
+from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check_mode, merge_deltas
 from deepinfer.engine.text_side import TextSide, load_text_side
 from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.errors import DeepInferError, EngineDeadError, InvalidRequestError
@@ -221,6 +221,7 @@ class AsyncLLM:
             InvalidRequestError: the request is wrong; no other is affected.
             EngineDeadError: the engine has ended; within a second of it for every waiting request.
         """
+        check_mode(mode)
         await self.ready()
         inputs = self._ready_inputs
         params = inputs.default_params() if sampling_params is None else sampling_params
