@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 KEY_TILE = 64
 """Keys of one tile; tile ``t`` holds positions ``64 t … 64 t + 63`` of its sequence."""
@@ -31,14 +32,30 @@ class Unit:
     rows: int
     entries: torch.Tensor
     """int64 ``[B, n * 64]``: KV entry of each key; keys that count for no row point at the sequence's first tile."""
-    mask: torch.Tensor | None
-    """float32 ``[B, m, q or 1, 64]`` added to the scores of the last ``m`` tiles: 0 or −inf; None = nothing to mask."""
+    mask: torch.Tensor
+    """float32 ``[B, m, q, 64]`` added to the scores of the last ``m`` tiles: 0 or −inf."""
     tiles: int
+    _by_heads: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def stop(self) -> int:
         """First row after the unit."""
         return self.start + self.problems * self.rows
+
+    def by_heads(self, kv_heads: int, group: int, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What every layer of one head layout shares: rows of a KV tensor seen as ``[pages * entries * kv_heads, d]``
+        (int64 ``[B, kv_heads, tiles, 64]``) and the mask for ``padded`` query rows (``[B, 1, m, padded or 1, 64]``), where each
+        of the unit's rows stands ``group`` times and padding rows are not restricted.
+        """
+        key = (kv_heads, group, padded)
+        if key not in self._by_heads:
+            heads = torch.arange(kv_heads, device=self.entries.device)[:, None]
+            rows = (self.entries[:, None, :] * kv_heads + heads).view(self.problems, kv_heads, self.tiles, KEY_TILE)
+            mask = self.mask
+            if self.rows > 1:
+                mask = F.pad(mask.repeat_interleave(group, dim=2), (0, 0, 0, padded - self.rows * group))
+            self._by_heads[key] = (rows, mask.unsqueeze(1))
+        return self._by_heads[key]
 
 
 @dataclass

@@ -34,7 +34,7 @@ def _gather(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return F.embedding(rows, cache.view(-1, cache.shape[-1])).float()
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Softmax attention of ``q`` ``[B, H, M, d]`` (scaled) over tiles ``k``, ``v`` ``[B, H, n, 64, d]``.
 
     ``mask`` ``[B, 1, m, M or 1, 64]`` is added to the last ``m`` tiles. Float32 in and out, ``[B, H, M, d]``.
@@ -43,8 +43,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
     n = k.shape[2]
     left = q.unsqueeze(2).expand(b, h, n, m, d).reshape(-1, m, d)
     scores = torch.bmm(left, k.reshape(-1, KEY_TILE, d).transpose(1, 2)).view(b, h, n, m, KEY_TILE)
-    if mask is not None:
-        scores[:, :, n - mask.shape[2] :].add_(mask)
+    scores[:, :, n - mask.shape[2] :].add_(mask)
     top = scores.amax((2, 4), keepdim=True)
     weights = scores.sub_(top).exp_()
     total = tree_sum(weights.sum(-1), 2)
@@ -59,19 +58,13 @@ def _run_unit(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, uni
     heads, d = q.shape[1], q.shape[2]
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
-    rows = unit.entries[:, None, :] * kv_heads + torch.arange(kv_heads, device=q.device)[:, None]
-    rows = rows.view(b, kv_heads, unit.tiles, KEY_TILE)
     used = r * group
     quantum = _ROWS if q.device.type == "cpu" else _GPU_ROWS
     m = -(-used // quantum) * quantum
     grouped = q.view(b, r, kv_heads, group, d).transpose(1, 2).reshape(b, kv_heads, used, d)
     if m != used:
         grouped = F.pad(grouped, (0, 0, 0, m - used))
-    mask = unit.mask
-    if mask is not None:
-        if r > 1:  # each row of the block serves `group` heads; padding rows repeat no restriction
-            mask = F.pad(mask.repeat_interleave(group, dim=2), (0, 0, 0, m - used))
-        mask = mask.unsqueeze(1)
+    rows, mask = unit.by_heads(kv_heads, group, m)
     out = _attend(grouped, _gather(k_cache, rows), _gather(v_cache, rows), mask)
     return out[:, :, :used].view(b, kv_heads, r, group, d).transpose(1, 2).reshape(b * r, heads, d)
 

@@ -131,5 +131,6 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
     ``out = x * cos + swap_halves(x) * sin``: separate elementwise operations, so no row is contracted differently.
     """
+    x = x.float()
     swapped = torch.roll(x, x.shape[-1] // 2, -1)
-    return (x * cos).add_(swapped * sin)
+    return (x * cos).add_(swapped.mul_(sin))
