@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
 CORE := pyproject.toml Cargo.toml Cargo.lock $(shell find crates -name '*.rs' -o -name Cargo.toml)
 
 .PHONY: help run test check gpu oracle nightly lint bench wheel budget clean
@@ -55,6 +56,7 @@ clean: ## build outputs and environments
 # .venv: the package in place (edits to Python need no rebuild), the core in the quick profile, test and lint tools.
 $(BIN)/.venv:
 	$(PYTHON) scripts/check_python.py
+	@echo "setting up $(VENV): torch and the other packages, then the core; a few minutes, about 6 GB"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'maturin>=1.9,<2'
 	touch $@

@@ -6,7 +6,12 @@ Owns: the names a user imports. Never touches: anything; the parts that need tor
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+# Before torch loads its thread pool: by default its threads spin for milliseconds at every barrier, which on a shared machine
+# takes the cores from whoever should run (decoding was 3 times slower beside one busy process). A microsecond's spin is enough.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from deepinfer import errors
 from deepinfer.outputs import CompletionOutput, Logprob, RequestOutput

@@ -63,7 +63,7 @@ def _sequences(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Runs every row and prints them."""
     if _core.DEBUG:
-        console.note("the core is a debug build: build it with `maturin develop --release` for figures that mean something")
+        console.note("the core is a debug build: `make bench` builds the release core for figures that mean something")
     rows: list[Row] = []
     jobs: list[Callable[[], Row]] = [
         lambda n=n, b=b: decode_row(n, b, args.steps, args.runs)  # type: ignore[misc]
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             rows.append(job())
             bar.update()
     if args.json:
-        console.print_json({"rows": rows})
+        console.print_json({"debug_build": _core.DEBUG, "rows": rows})
     else:
         for row in rows:
             console.write_out("  ".join(f"{key}={value}" for key, value in row.items()) + "\n")

