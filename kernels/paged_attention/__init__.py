@@ -1,6 +1,7 @@
 """Causal grouped-query attention over paged KV."""
 
+from .census import safe_query_block
 from .plan import KEY_TILE, AttentionPlan, Unit, make_plan
 from .reference import paged_attention, tree_sum
 
-__all__ = ["KEY_TILE", "AttentionPlan", "Unit", "make_plan", "paged_attention", "tree_sum"]
+__all__ = ["KEY_TILE", "AttentionPlan", "Unit", "make_plan", "paged_attention", "safe_query_block", "tree_sum"]

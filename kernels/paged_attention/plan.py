@@ -69,6 +69,7 @@ class AttentionPlan:
     decodes: int
     page_tokens: int
     row_sequence: torch.Tensor
+    query_block: int = QUERY_BLOCK
     _units: dict[int | None, list[Unit]] = field(default_factory=dict)
 
     def units(self, window: int | None) -> list[Unit]:
@@ -85,12 +86,14 @@ def make_plan(
     seq_len: Sequence[int],
     decodes: int,
     page_tokens: int,
+    query_block: int = QUERY_BLOCK,
 ) -> AttentionPlan:
     """Plan of a step.
 
     ``positions`` int64 ``[T]`` (absolute), ``block_table`` integer ``[n, W]`` (page of each ``page_tokens`` tokens),
     ``cu_q`` host ``[n + 1]`` row borders, ``seq_len`` host ``[n]`` upper bounds of the KV length with this step's rows,
-    ``decodes`` leading sequences whose rows are handled one by one (one row, or a few draft rows).
+    ``decodes`` leading sequences whose rows are handled one by one (one row, or a few draft rows). For the other sequences
+    ``seq_len`` is exact. ``query_block`` ≤ ``QUERY_BLOCK``: most prefill rows computed together (``census``).
     """
     device = positions.device
     rows = cu_q[decodes] if decodes else 0
@@ -99,7 +102,7 @@ def make_plan(
     else:
         borders = torch.tensor(list(cu_q[1 : decodes + 1]), device=device)
         row_sequence = torch.searchsorted(borders, torch.arange(rows, device=device), right=True)
-    return AttentionPlan(positions, block_table, cu_q, seq_len, decodes, page_tokens, row_sequence)
+    return AttentionPlan(positions, block_table, cu_q, seq_len, decodes, page_tokens, row_sequence, query_block)
 
 
 def ring_tiles(window: int) -> int:
@@ -184,8 +187,8 @@ def _prefill_units(plan: AttentionPlan, window: int | None) -> list[Unit]:
         first, end = plan.cu_q[sequence], plan.cu_q[sequence + 1]
         length = plan.seq_len[sequence]
         table = plan.block_table[sequence : sequence + 1]
-        for start in range(first, end, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, end)
+        for start in range(first, end, plan.query_block):
+            stop = min(start + plan.query_block, end)
             newest = length - 1 - (end - stop)  # position of the block's last row
             tiles = newest // KEY_TILE + 1
             masked = min(tiles, tiles - (newest - (stop - start) + 1) // KEY_TILE)  # tiles a row of the block may not see whole

@@ -17,6 +17,11 @@ _ROWS = 8  # query rows of a product are padded to a multiple of this on a CPU
 _GPU_ROWS = 64  # and of this on a GPU: below it cuBLAS picks the order of additions by the number of products in a batch
 
 
+def row_quantum(device: torch.device) -> int:
+    """Query rows of a product are padded to a multiple of this on ``device``."""
+    return _ROWS if device.type == "cpu" else _GPU_ROWS
+
+
 def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Sum over ``dim`` as a binary tree over the index, padded with zeros to a power of two."""
     size = x.shape[dim]
@@ -59,7 +64,7 @@ def _run_unit(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, uni
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
     used = r * group
-    quantum = _ROWS if q.device.type == "cpu" else _GPU_ROWS
+    quantum = row_quantum(q.device)
     m = -(-used // quantum) * quantum
     grouped = q.view(b, r, kv_heads, group, d).transpose(1, 2).reshape(b, kv_heads, used, d)
     if m != used:

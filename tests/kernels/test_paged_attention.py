@@ -166,3 +166,25 @@ def test_a_sum_over_the_whole_context_fails_the_same_check() -> None:
     plain = x.flatten(1).sum(1)
     longer = (torch.cat((x, x.new_zeros(64, zeros, 16)), 1).flatten(1).sum(1) for zeros in range(1, 40))
     assert any(not torch.equal(total, plain) for total in longer)
+
+
+def test_prefill_blocks_shrink_where_a_library_mixes_bits(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A product that computes many rows in another order is found by the census; the blocks it leaves keep the bits."""
+    from deepinfer.kernels.paged_attention import census
+
+    group, real = HEADS // KV_HEADS, torch.bmm
+    quantum = census.row_quantum(torch.device(device))
+
+    def moody(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = real(a, b)
+        return out * (1 + 1e-6) if a.shape[1] > 2 * quantum else out
+
+    assert census._census.__wrapped__(torch.device(device), DIM, group, 0) == 128
+    monkeypatch.setattr(torch, "bmm", moody)
+    assert census._census.__wrapped__(torch.device(device), DIM, group, 0) == 2 * quantum // group
+    s = make(150, 6, torch.float32, device)
+    pool = Pool([s], 16)
+    table = torch.tensor(pool.tables, dtype=torch.int32, device=device)
+    positions = torch.arange(150, device=device)
+    plan = make_plan(positions, table, [0, 150], [150], 0, 16, 2 * quantum // group)
+    assert torch.equal(paged_attention(s.q, pool.k, pool.v, plan, DIM**-0.5), chunked(s, 1, 16, None))

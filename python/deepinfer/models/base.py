@@ -62,7 +62,8 @@ class StateGroup:
 class ForwardBatch:
     """One step's rows on the device.
 
-    ``T`` rows of ``n`` sequences; decoding sequences come first. Host integers are bounds for grids, never a sync.
+    ``T`` rows of ``n`` sequences; decoding sequences come first. Host integers are bounds for grids, never a sync:
+    ``cu_q_host`` is exact, ``seq_len_host`` is exact for prefilling sequences and an upper bound for decoding ones.
     """
 
     ids: torch.Tensor  # int64 [T]

@@ -20,10 +20,10 @@ HARMLESS_FIELDS: set[str] = {
     "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "_experts_implementation", "architectures",
     "model_type", "torch_dtype", "dtype", "transformers_version", "name_or_path", "license", "unsloth_version", "unsloth_fixed",
     "task_specific_params", "problem_type", "id2label", "label2id", "finetuning_task", "tokenizer_class", "is_llama_config",
-    "transformers.js_config", "neftune_noise_alpha", "mlp_hidden_size_multiple_of",
+    "transformers.js_config", "neftune_noise_alpha",
     # training only
     "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "use_cache",
-    "gradient_checkpointing", "pretraining_tp", "rope_interleaved_training", "output_attentions", "output_hidden_states",
+    "gradient_checkpointing", "pretraining_tp", "output_attentions", "output_hidden_states",
     "output_scores", "return_dict", "return_dict_in_generate", "torchscript", "use_return_dict", "router_aux_loss_coef",
     "chunk_size_feed_forward",
     # special tokens and generation defaults: read elsewhere

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ...kernels.kv_write import kv_write
 from ...kernels.linear import PackedLinear, pack_linear, row_bucket, row_quantum
-from ...kernels.paged_attention import make_plan, paged_attention
+from ...kernels.paged_attention import make_plan, paged_attention, safe_query_block
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import RopeTable
 from ...kernels.swiglu import swiglu
@@ -57,6 +57,7 @@ class LlamaModel:
         self._embed = self._parameters.embed
         self._norm = self._parameters.norm
         self._head: PackedLinear | None = None
+        self._query_block = 1
         self._row_quantum = row_quantum(device)
 
     @classmethod
@@ -92,6 +93,7 @@ class LlamaModel:
         self._parameters = None
         self._head = pack_linear(parameters.head, largest_rows=64 if self.device.type == "cpu" else None)
         parameters.places.clear()
+        self._query_block = safe_query_block(self.device, self.topology.head_dim, self.topology.heads // self.topology.kv_heads)
         layers = parameters.layers
         for window in self.topology.windows:
             self._layers.append(_Layer(layers.pop(0), self.topology, window))
@@ -111,7 +113,9 @@ class LlamaModel:
         ids, pos, slots = pad_step(batch.ids, batch.pos, batch.slots[0], rows)
         cos, sin = self._rope.cos_sin(pos)
         page_tokens = kv[self._names[0][0]].shape[1]
-        plan = make_plan(batch.pos, batch.block_table, batch.cu_q_host, batch.seq_len_host, batch.num_decodes, page_tokens)
+        plan = make_plan(
+            batch.pos, batch.block_table, batch.cu_q_host, batch.seq_len_host, batch.num_decodes, page_tokens, self._query_block
+        )
         scale = t.head_dim**-0.5
         x = F.embedding(ids, self._embed).float()
         for layer, (k_name, v_name) in zip(self._layers, self._names, strict=True):
