@@ -20,6 +20,7 @@ from deepinfer import _core
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
+from deepinfer.engine.tokenizer import check_token_ids
 from deepinfer.errors import (
     ConfigError,
     EmptyPromptError,
@@ -28,7 +29,6 @@ from deepinfer.errors import (
     PromptTooLongError,
     StepFailedError,
     StepOrderError,
-    TokenOutOfRangeError,
 )
 from deepinfer.kernels import KERNEL_SET
 from deepinfer.models import ResolvedModel, load_model, resolve_model
@@ -379,9 +379,7 @@ class Engine:
             raise EmptyPromptError("logits needs at least one token id")
         if len(ids) > self.max_model_len:
             raise PromptTooLongError(f"{len(ids)} tokens are above max_model_len {self.max_model_len}; give fewer")
-        bad = next((i for i in ids if not 0 <= i < self.vocab_size), None)
-        if bad is not None:
-            raise TokenOutOfRangeError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+        check_token_ids(ids, self.vocab_size)
         return self._runner.logits(ids)
 
     def core_counts(self) -> _core.Counts:
