@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from deepinfer import _core
 from deepinfer.engine.config import EngineConfig, RunConfig
+from deepinfer.engine.hooks import Admission, EngineHooks
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.engine.tokenizer import check_token_ids
@@ -73,7 +74,7 @@ class EngineCounters:
     requests: int = 0
 
 
-class Engine:
+class Engine(EngineHooks):
     """One model, one core, one runner, driven by calls of :meth:`step` from one thread.
 
     Args:
@@ -115,6 +116,7 @@ class Engine:
         self._requests: dict[str, list[int]] = {}
         self._handle_of_slot: NDArray[np.uint64] = np.zeros(self._num_slots, np.uint64)
         self._closed = False
+        self.init_pd_split()
         gc.collect()
         gc.freeze()  # weights and modules live for the process: later collections need not walk them
 
@@ -166,6 +168,7 @@ class Engine:
             self.run.device,
             self.run.platform.pinned,
             self._admitted,
+            self._restored,
             _RING_SLOTS,
         )
 
@@ -244,6 +247,7 @@ class Engine:
                 self._core.flush()
                 return self._deltas()
             try:
+                self.post_schedule(slot)
                 result = self._runner.execute(slot)
             except Exception as e:
                 return self._fail(slot, e)
@@ -307,6 +311,10 @@ class Engine:
             answer.timing.scheduled = info["admitted_ns"] / 1e9
             answer.cached_tokens = info["cached_tokens"]
         return answer.sampling, self._output(handle)
+
+    def _restored(self, handle: int, state_slot: int, tokens: int) -> None:
+        """The runner's word that a sequence's step begins with ``tokens`` positions in place."""
+        self.load_state_from_store_to_prefill_cache(Admission(self._answers[handle].request.request_id, handle, state_slot, tokens))
 
     def _output(self, handle: int) -> list[int]:
         """Tokens generated so far."""

@@ -34,6 +34,9 @@ _LOGIT_ROWS = 128  # rows whose logits over the whole vocabulary exist at once w
 Lookup = Callable[[int, int], tuple[RowSampling, Sequence[int]]]
 """Called with (sequence handle, state slot) when the core has given the slot: its sampling, and tokens generated so far."""
 
+Restore = Callable[[int, int, int], None]
+"""Called with (sequence handle, state slot, positions) for a sequence given a slot with positions in place, before the forward."""
+
 
 @dataclass(frozen=True)
 class RunnerLimits:
@@ -90,6 +93,7 @@ class ModelRunner:
         layout: the core's ring fields.
         device: where it runs; ``pinned``: whether host buffers are page-locked.
         lookup: gives a sequence's sampling when the core has given it a slot.
+        restore: told of each that begins with positions in place, once the step's page and state commands are queued.
     """
 
     def __init__(
@@ -103,9 +107,10 @@ class ModelRunner:
         device: torch.device,
         pinned: bool,
         lookup: Lookup,
+        restore: Restore,
         ring_slots: int = 3,
     ) -> None:
-        self.model, self.device, self._pinned, self._lookup = model, device, pinned, lookup
+        self.model, self.device, self._pinned, self._lookup, self._restore = model, device, pinned, lookup, restore
         self._paged, self._state_groups, self._limits = list(paged), list(state), limits
         samples = limits.max_samples
         own = [(name, samples) for name in ("row_slot", "edit_rows", "plain_rows", "ranked_rows", "logprob_rows")]
@@ -134,13 +139,15 @@ class ModelRunner:
         slot = self.ring.slots[index]
         header = Header.read(slot.a["header"])
         result = StepResult(header)
-        self._admit(slot, header)
+        resumed = self._admit(slot, header)
         rows = self._choose_rows(slot, header)
         slot.upload()
         if header.admitted and self.device.type != "cpu":
             admitted = slot.d["admitted"].view(-1, 4)[: header.admitted, 0].long()
             self.sampling.table.index_copy_(0, admitted, slot.d["params"].view(-1, NUM_COLUMNS)[: header.admitted])
         self._move_pages(slot, header)
+        for handle, state_slot, computed in resumed:
+            self._restore(handle, state_slot, computed)
         hidden = self.model.forward(self.inputs.build(slot, header), self.kv.tensors)
         if header.prompt_logprobs:
             self._prompt_logprobs(slot, header, hidden, result)
@@ -169,19 +176,24 @@ class ModelRunner:
             out[start : start + _LOGIT_ROWS] = self.model.logits(hidden[start : start + _LOGIT_ROWS]).cpu().numpy()
         return out
 
-    def _admit(self, slot: RingSlot, header: Header) -> None:
-        """Sets sampling state of sequences that got a slot in this step."""
+    def _admit(self, slot: RingSlot, header: Header) -> list[tuple[int, int, int]]:
+        """Sets sampling state of sequences that got a slot in this step; gives (handle, slot, positions) of those with some in place."""
+        resumed: list[tuple[int, int, int]] = []
         if not header.admitted:
-            return
+            return resumed
         admitted: list[list[int]] = slot.a["admitted"].reshape(-1, 4)[: header.admitted].tolist()
-        for state_slot, index, generation, _ in admitted:
-            row, output = self._lookup((generation & 0xFFFFFFFF) << 32 | (index & 0xFFFFFFFF), state_slot)
+        for state_slot, index, generation, computed in admitted:
+            handle = (generation & 0xFFFFFFFF) << 32 | (index & 0xFFFFFFFF)
+            if computed:
+                resumed.append((handle, state_slot, computed))
+            row, output = self._lookup(handle, state_slot)
             self.sampling.admit(state_slot, row, output)
             self._prompts.pop(state_slot, None)
             if row.params.prompt_logprobs is not None:
                 self._prompts[state_slot] = row
         params = slot.a["params"].reshape(-1, NUM_COLUMNS)
         params[: header.admitted] = self.sampling.host[[a[0] for a in admitted]]
+        return resumed
 
     def _choose_rows(self, slot: RingSlot, header: Header) -> _Chosen:
         """Sorts sampling rows by what they need, on the host and before the upload, so that the device is never asked."""
