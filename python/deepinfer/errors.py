@@ -75,3 +75,11 @@ class StepOrderError(DeepInferError, RuntimeError):
 
 class TransferError(DeepInferError, RuntimeError):
     """KV of a sequence cannot be loaded or saved now; nothing was taken."""
+
+
+class HandoverError(DeepInferError, RuntimeError):
+    """A sequence could not be passed from a prompt engine to a completion engine; sending the request again computes it anew."""
+
+
+class KvLayoutError(HandoverError):
+    """The KV of two engines means different things (model, dtype, block size, format); the message names each field that differs."""
