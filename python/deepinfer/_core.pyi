@@ -62,6 +62,9 @@ class CoreConfig:
 
     The first group is paged and its page is the hash block. ``max_chunk_tokens`` 0 = the token budget. ``model`` to ``salt`` root
     the hash chain: two engines share blocks only if all of them agree. Values are checked together by ``Core``.
+
+    A ``"prompt"`` engine ends a sequence with its first token (finish ``"handover"``) and keeps its KV until ``Core.release``, at most
+    ``handover_lease_ns``; a ``"completion"`` engine takes requests with ``wait_kv`` only.
     """
 
     def __new__(
@@ -82,6 +85,8 @@ class CoreConfig:
         bypass: int = 16,
         headroom_tokens: int = 16,
         kv_lease_ns: int = 60_000_000_000,
+        handover_lease_ns: int = 60_000_000_000,
+        engine_type: Literal["normal", "prompt", "completion"] = "normal",
         hit_rule: Literal["all", "state_slice"] = "all",
         model: str = "",
         revision: str = "",
@@ -105,6 +110,8 @@ class CoreConfig:
     def max_draft(self) -> int: ...
     @property
     def ring_slots(self) -> int: ...
+    @property
+    def engine_type(self) -> Literal["normal", "prompt", "completion"]: ...
     @property
     def prefix_caching(self) -> bool: ...
     @property
@@ -148,7 +155,7 @@ class SequenceInfo(TypedDict):
         "handover",
         "finished",
     ]
-    finish: Literal["stop", "length", "abort", "error"] | None
+    finish: Literal["stop", "length", "abort", "error", "handover"] | None
     prompt_tokens: int
     output_tokens: int
     computed_tokens: int  # positions whose KV is written
@@ -217,6 +224,7 @@ class Core:
         grammar: bool = False,
         wait_kv: bool = False,
         hold: bool = False,
+        produced: int = 0,
         n: int = 1,
         user: int = 0,
     ) -> list[int]:
@@ -225,7 +233,10 @@ class Core:
         ``tokens`` is a sequence of ints or a one-dimensional buffer of 32- or 64-bit integers. ``extras`` are
         ``("image" | "adapter" | number, position, identity)`` that the KV depends on beside the tokens, by position. Smaller
         ``priority`` is served first. ``stream`` has every step's tokens notified, not the last only. A sequence with ``grammar``
-        waits for ``grammar_ready``.
+        waits for ``grammar_ready``. The last ``produced`` of ``tokens`` are output already, made elsewhere: ``max_new_tokens``,
+        ``min_new_tokens``, ``output_tokens`` and every count of outputs include them, and the prompt is what comes before them.
+
+        A request with ``wait_kv`` that is turned away is named by ``drain_remote_releases`` like one that ended.
 
         Raises:
             EmptyPromptError: no token.
@@ -274,7 +285,7 @@ class Core:
 
     def outputs(self) -> memoryview:
         """Newest output rows, int32 words, 8 a row: seq index, seq generation, state slot, first token, tokens in this step,
-        finish (0 none, 1 stop, 2 length, 3 abort, 4 error), flags (1 streams, 2 first output), index in the step (−1 none). A
+        finish (0 none, 1 stop, 2 length, 3 abort, 4 error, 5 handover), flags (1 streams, 2 first output), index in the step (−1 none). A
         copy, valid for as long as it is kept."""
 
     def notify(self) -> memoryview:
@@ -307,7 +318,15 @@ class Core:
         """The mover is done with the memory of a transfer. Late and repeated calls are counted and otherwise ignored."""
 
     def release(self, seq: int) -> bool:
-        """Lets go of what a sequence added with ``hold`` kept after its end; False if the handle names nothing."""
+        """Lets go of what a sequence in status ``"handover"`` kept after its end (one added with ``hold``, or handed over by a
+        prompt engine); False if the handle names no such sequence."""
+
+    def drain_remote_releases(self) -> list[tuple[int, int]]:
+        """``(seq, user)`` of each request added with ``wait_kv`` whose KV elsewhere is not needed any more since the last call: it
+        arrived, failed, expired, was aborted or turned away (``seq`` is 0 then). Each request is named once."""
+
+    def next_lease_ns(self) -> int | None:
+        """When the next lease ends: ``schedule`` should be called then even if there is nothing else to do. None without one."""
 
     def has_work(self) -> bool:
         """Whether a sequence has not ended, or an end has not been reported."""

@@ -1,7 +1,7 @@
 //! `CoreConfig`, `PagedGroup`, `StateGroup`: the scheduler's configuration as Python writes it.
 
 use deepinfer_kvindex::Root;
-use deepinfer_scheduler::{Config, GroupSpec, HitRule, Limits, Policy, Source};
+use deepinfer_scheduler::{Config, EngineType, GroupSpec, HitRule, Limits, Policy, Source};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -83,7 +83,8 @@ impl CoreConfig {
     #[pyo3(signature = (
         *, groups, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft = 0, ring_slots = 3,
         device_ordered = false, prefix_caching = true, event_capacity = 0, max_chunk_tokens = 0, chunk_align = 1,
-        bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, hit_rule = "all", model = "", revision = "",
+        bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, handover_lease_ns = 60_000_000_000,
+        engine_type = "normal", hit_rule = "all", model = "", revision = "",
         weight_format = "", kv_format = "", numerics = "", hit_policy = "exact", salt = Vec::new()
     ))]
     // One keyword for each setting, so that a call reads like a configuration file.
@@ -105,6 +106,8 @@ impl CoreConfig {
         bypass: u32,
         headroom_tokens: u32,
         kv_lease_ns: u64,
+        handover_lease_ns: u64,
+        engine_type: &str,
         hit_rule: &str,
         model: &str,
         revision: &str,
@@ -126,15 +129,36 @@ impl CoreConfig {
                 ));
             }
         };
+        let engine = match engine_type {
+            "normal" => EngineType::Normal,
+            "prompt" => EngineType::Prompt,
+            "completion" => EngineType::Completion,
+            other => {
+                return Err(error::named(
+                    py,
+                    "ConfigError",
+                    format!("engine_type is {other:?}; use \"normal\", \"prompt\" or \"completion\""),
+                ));
+            }
+        };
         let block_tokens = match groups.first() {
             Some(GroupSpec::Paged { page_tokens, .. }) => *page_tokens,
             _ => 0,
         };
         Ok(Self {
             config: Config {
+                engine,
                 groups,
                 limits: Limits { max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft },
-                policy: Policy { max_chunk_tokens, chunk_align, bypass, headroom_tokens, kv_lease_ns, hit_rule },
+                policy: Policy {
+                    max_chunk_tokens,
+                    chunk_align,
+                    bypass,
+                    headroom_tokens,
+                    kv_lease_ns,
+                    handover_lease_ns,
+                    hit_rule,
+                },
                 device_ordered,
                 prefix_caching,
                 event_capacity,
@@ -186,6 +210,15 @@ impl CoreConfig {
     #[getter]
     fn ring_slots(&self) -> u32 {
         self.config.ring_slots
+    }
+
+    #[getter]
+    fn engine_type(&self) -> &'static str {
+        match self.config.engine {
+            EngineType::Normal => "normal",
+            EngineType::Prompt => "prompt",
+            EngineType::Completion => "completion",
+        }
     }
 
     #[getter]

@@ -176,7 +176,7 @@ impl Core {
     #[pyo3(signature = (
         tokens, *, max_new_tokens, min_new_tokens = 0, eos_ids = Vec::new(), stop_ids = Vec::new(), ignore_eos = false,
         priority = 0, salt = Vec::new(), extras = Vec::new(), stream = false, prompt_logprobs = false, grammar = false,
-        wait_kv = false, hold = false, n = 1, user = 0
+        wait_kv = false, hold = false, produced = 0, n = 1, user = 0
     ))]
     // One keyword for each property of a request.
     #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools)]
@@ -197,12 +197,18 @@ impl Core {
         grammar: bool,
         wait_kv: bool,
         hold: bool,
+        produced: u32,
         n: u32,
         user: u64,
     ) -> PyResult<Vec<u64>> {
-        let extras: Vec<Extra> = prepared::extras(extras)?;
+        let converted = prepared::extras(extras).and_then(|e| Ok((e, prepared::tokens(tokens, self.vocab)?)));
+        if wait_kv && converted.is_err() {
+            self.inbox.refuse(user);
+        }
+        let (extras, tokens): (Vec<Extra>, Vec<u32>) = converted?;
         let prepared = Prepared {
-            tokens: prepared::tokens(tokens, self.vocab)?,
+            tokens,
+            produced,
             max_new: max_new_tokens,
             min_new: min_new_tokens,
             eos: eos_ids,
@@ -313,6 +319,15 @@ impl Core {
     fn transfer_ended(&self, py: Python<'_>, transfer: u64, ok: bool) -> PyResult<()> {
         let outcome = if ok { Outcome::Done } else { Outcome::Failed };
         self.send(py, |inbox| inbox.transfer(transfers::from_u64(transfer), outcome))
+    }
+
+    fn drain_remote_releases(&self, py: Python<'_>) -> PyResult<Vec<(u64, u64)>> {
+        let drained = self.with(py, |inner| inner.scheduler.drain_remote_releases())?;
+        Ok(drained.into_iter().map(|(seq, user)| (seq.to_u64(), user)).collect())
+    }
+
+    fn next_lease_ns(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.with(py, |inner| inner.scheduler.next_lease())
     }
 
     fn release(&self, py: Python<'_>, seq: u64) -> PyResult<bool> {

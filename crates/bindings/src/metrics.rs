@@ -61,6 +61,8 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
         preemptions,
         row_waits,
         forks,
+        kv_leases_ended,
+        handover_leases_ended,
         failed_steps,
         stale,
         misuse,
@@ -76,7 +78,7 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
         last_step,
         last_step_ns
     );
-    for (name, count) in ["stop", "length", "abort", "error"].into_iter().zip(metrics.finished) {
+    for (name, count) in ["stop", "length", "abort", "error", "handover"].into_iter().zip(metrics.finished) {
         dict.set_item(format!("finished_{name}"), count)?;
     }
     Ok(dict)
@@ -104,10 +106,11 @@ pub const fn finish_name(finish: Finish) -> &'static str {
         Finish::Length => "length",
         Finish::Abort => "abort",
         Finish::Error => "error",
+        Finish::Handover => "handover",
     }
 }
 
-/// Inverse of [`finish_name`].
+/// Inverse of [`finish_name`], for the ways in which a caller can end a sequence.
 pub fn finish_named(name: &str) -> Option<Finish> {
     [Finish::Stop, Finish::Length, Finish::Abort, Finish::Error].into_iter().find(|&finish| finish_name(finish) == name)
 }

@@ -261,7 +261,7 @@ impl Scheduler {
             state: slot.0,
             confirmed: done,
             target,
-            limit: cold.limit,
+            limit: self.engine.lane_limit(cold.limit, target),
             blocks: row.len() as u32,
             stops: cold.lane_stops,
             flags,

@@ -250,7 +250,7 @@ impl Scheduler {
                 break;
             }
             if len >= limit {
-                finish = Some(Finish::Length);
+                finish = Some(self.length_reached(seq, len));
                 break;
             }
         }

@@ -1,5 +1,6 @@
 //! What a scheduler is built for: KV groups, limits, policy; checked once, with an error that says what to change.
 
+use crate::roles::EngineType;
 use deepinfer_kvindex::{Event, Root};
 use thiserror::Error;
 
@@ -87,6 +88,8 @@ pub struct Policy {
     pub headroom_tokens: u32,
     /// Longest wait for inbound KV, in nanoseconds, counted from the first schedule that saw the request.
     pub kv_lease_ns: u64,
+    /// Longest time that a sequence in status `Handover` keeps its blocks and slot, in nanoseconds.
+    pub handover_lease_ns: u64,
     /// Which prefix may be reused.
     pub hit_rule: HitRule,
 }
@@ -99,6 +102,7 @@ impl Default for Policy {
             bypass: 16,
             headroom_tokens: 16,
             kv_lease_ns: 60_000_000_000,
+            handover_lease_ns: 60_000_000_000,
             hit_rule: HitRule::All,
         }
     }
@@ -107,6 +111,8 @@ impl Default for Policy {
 /// Everything a [`crate::Scheduler`] is built from.
 #[derive(Clone, Debug)]
 pub struct Config {
+    /// What this engine does of a request.
+    pub engine: EngineType,
     /// KV groups; the first paged one is group 0, whose page is the hash block.
     pub groups: Vec<GroupSpec>,
     /// Sizes.

@@ -98,7 +98,7 @@ impl Scheduler {
             Some(_) => {}
         }
         let natural = matches!(finish, Finish::Stop | Finish::Length);
-        let hold = natural && self.seqs.get(seq).is_some_and(|c| c.flags.hold);
+        let hold = finish == Finish::Handover || natural && self.seqs.get(seq).is_some_and(|c| c.flags.hold);
         self.unqueue(seq);
         if let Some(lane) = self.seqs.lane(seq) {
             self.leave_lane(lane, if hold { Leave::Hold } else { Leave::Release });
@@ -113,12 +113,13 @@ impl Scheduler {
             cold.times.finished = now;
             cold.drafts.clear();
             children = std::mem::take(&mut cold.children);
-            if cold.lease != 0 {
-                let lease = (cold.lease, seq);
-                self.leases.remove(&lease);
-            }
         }
+        self.stop_lease(seq);
+        self.release_remote(seq);
         self.seqs.set_status(seq, if hold { Status::Handover } else { Status::Finished });
+        if hold {
+            self.start_lease(seq, self.policy.handover_lease_ns);
+        }
         self.release_forks(&children);
         self.live -= 1;
         self.metrics.finished[finish as usize - 1] += 1;
@@ -135,7 +136,8 @@ impl Scheduler {
         true
     }
 
-    fn dismiss(&mut self, seq: Seq) {
+    pub(crate) fn dismiss(&mut self, seq: Seq) {
+        self.stop_lease(seq);
         if let Some(holding) = self.seqs.get_mut(seq).and_then(|c| c.holding.take()) {
             self.release_holding(seq, holding);
         }

@@ -7,6 +7,7 @@ use crate::kv::Holding;
 use crate::lanes::LANE_STOPS;
 use crate::pool::{Cold, Finish, Status, Times};
 use crate::prepared::{Prepared, Reject};
+use crate::roles::EngineType;
 use crate::waiting::Class;
 use deepinfer_kvindex::{Block, BlockHash, ChainHasher, Seq, TransferId};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,11 +38,14 @@ struct State {
     messages: Vec<Message>,
     free: Vec<u32>,
     generations: Vec<u32>,
+    /// Callers' numbers of the requests turned away whose KV lies elsewhere.
+    refused: Vec<u64>,
     closed: bool,
 }
 
 /// What the inbox and the scheduler share.
 pub(crate) struct Shared {
+    engine: EngineType,
     limits: Limits,
     usable_blocks: u32,
     block_tokens: u32,
@@ -54,6 +58,7 @@ pub(crate) struct Shared {
 impl Shared {
     pub fn new(config: &Config, geometry: &Geometry) -> Self {
         Self {
+            engine: config.engine,
             limits: config.limits.clone(),
             usable_blocks: geometry.usable_blocks,
             block_tokens: geometry.block_tokens,
@@ -112,6 +117,15 @@ impl Shared {
         }
     }
 
+    pub fn refuse(&self, user: u64) {
+        self.lock().refused.push(user);
+    }
+
+    /// Moves out the numbers of the requests turned away whose KV lies elsewhere.
+    pub fn take_refused(&self) -> Vec<u64> {
+        std::mem::take(&mut self.lock().refused)
+    }
+
     pub fn close(&self) {
         self.lock().closed = true;
     }
@@ -128,20 +142,35 @@ impl Shared {
         if let Some(&token) = p.tokens.iter().chain(&p.eos).chain(&p.stop_ids).find(|&&t| t >= vocab) {
             return Err(Reject::BadToken { token, vocab });
         }
-        let conflicts: [(bool, &'static str); 7] = [
+        let conflicts: [(bool, &'static str); 12] = [
             (p.max_new == 0, "max_tokens is 0: ask for at least one token"),
+            (p.produced >= len, "every token is output already: give at least one token of the prompt"),
+            (p.produced >= p.max_new, "as many tokens as max_tokens were produced already: nothing is left to do"),
+            (p.produced > 0 && p.forks > 1, "a request that goes on after produced tokens cannot have n > 1"),
             (p.min_new > p.max_new, "min_tokens is greater than max_tokens"),
             (p.forks == 0, "n is 0: ask for at least one sequence"),
             (p.forks > MAX_FORKS, "n is above 16384: send the prompt several times instead"),
             (p.flags.wait_kv && p.forks > 1, "a request whose KV arrives from elsewhere cannot have n > 1"),
             (p.flags.wait_kv && p.flags.prompt_logprobs, "prompt_logprobs needs every prompt row: KV cannot be loaded"),
-            (p.flags.hold && p.forks > 1, "a request that is handed over cannot have n > 1"),
+            (
+                p.forks > 1 && (p.flags.hold || self.engine == EngineType::Prompt),
+                "a request that is handed over cannot have n > 1: send the prompt several times instead",
+            ),
+            (
+                p.produced > 0 && p.flags.prompt_logprobs,
+                "prompt_logprobs are made where the prompt is computed, not after produced tokens",
+            ),
+            (
+                !p.flags.wait_kv && self.engine == EngineType::Completion,
+                "a completion engine takes requests whose KV arrives from elsewhere only: set wait_kv, or send the prompt \
+                 to a prompt engine first",
+            ),
         ];
         if let Some(&(_, why)) = conflicts.iter().find(|(bad, _)| *bad) {
             return Err(Reject::Conflict(why));
         }
         // The KV of the last token is never written.
-        let positions = len.saturating_add(p.max_new).min(max_model_len) - 1;
+        let positions = (len - p.produced).saturating_add(p.max_new).min(max_model_len) - 1;
         let need = positions.div_ceil(self.block_tokens);
         if need > self.usable_blocks {
             return Err(Reject::NeverFits { need, have: self.usable_blocks });
@@ -150,7 +179,7 @@ impl Shared {
     }
 
     fn cold(&self, p: &Prepared, own: Option<&ChainHasher>, hashes: &[BlockHash], fork: u32) -> Cold {
-        let prompt = p.tokens.len() as u32;
+        let prompt = p.tokens.len() as u32 - p.produced;
         let limit = prompt.saturating_add(p.max_new).min(self.limits.max_model_len);
         let mut ids: Vec<u32> = if p.ignore_eos { Vec::new() } else { p.eos.clone() };
         ids.extend_from_slice(&p.stop_ids);
@@ -188,6 +217,7 @@ impl Shared {
             hasher: own.cloned(),
             extras: p.extras.clone(),
             flags: p.flags,
+            remote: p.flags.wait_kv,
             user: p.user,
             cached_tokens: 0,
             holding: None::<Holding>,
@@ -220,8 +250,22 @@ impl Inbox {
     /// Checks and hashes a request on this thread and queues it. One handle per fork, the prompt's own first.
     ///
     /// # Errors
-    /// [`Reject`]; nothing is queued then.
+    /// [`Reject`]; nothing is queued then. If the request came with `wait_kv`, whoever holds its KV is told to let go
+    /// ([`crate::Scheduler::drain_remote_releases`]).
     pub fn add(&self, prepared: &Prepared) -> Result<Vec<Seq>, Reject> {
+        let added = self.try_add(prepared);
+        if added.is_err() && prepared.flags.wait_kv {
+            self.refuse(prepared.user);
+        }
+        added
+    }
+
+    /// Notes that a request with `wait_kv` was turned away before it became a [`Prepared`], under its caller's number.
+    pub fn refuse(&self, user: u64) {
+        self.shared.refuse(user);
+    }
+
+    fn try_add(&self, prepared: &Prepared) -> Result<Vec<Seq>, Reject> {
         let shared = &*self.shared;
         shared.check(prepared)?;
         let own = (!prepared.salt.is_empty()).then(|| shared.hasher.with_salt(&prepared.salt));
@@ -285,8 +329,11 @@ impl Inbox {
     /// Ends a sequence after `len` output tokens; what was made beyond is dropped.
     ///
     /// # Errors
-    /// [`Reject::Closed`].
+    /// [`Reject::Closed`]; [`Reject::Conflict`] for a hand-over, which only a prompt engine's first token is.
     pub fn stop_at(&self, seq: Seq, len: u32, reason: Finish) -> Result<(), Reject> {
+        if reason == Finish::Handover {
+            return Err(Reject::Conflict("a sequence cannot be handed over from outside: stop it for another reason"));
+        }
         self.shared.send(Message::StopAt(seq, len, reason))
     }
 }

@@ -29,6 +29,7 @@ mod preempt;
 mod prepared;
 mod publish;
 mod ring;
+mod roles;
 mod scheduler;
 mod transfers;
 mod waiting;
@@ -43,6 +44,7 @@ pub use plan::{Plan, StepKind};
 pub use pool::{Finish, Status, Times};
 pub use prepared::{PrepFlags, Prepared, Reject};
 pub use ring::{FieldView, LayoutError, POISON, RingView};
+pub use roles::EngineType;
 pub use scheduler::{Counters, Info, Scheduler};
 pub use transfers::{Load, Save};
 

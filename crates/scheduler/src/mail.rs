@@ -34,15 +34,7 @@ impl Scheduler {
             }
         }
         self.mail = mail;
-        while let Some(&(deadline, seq)) = self.leases.first()
-            && deadline <= self.now
-        {
-            self.leases.pop_first();
-            if let Some(cold) = self.seqs.get_mut(seq) {
-                cold.lease = 0;
-            }
-            self.end_outside(seq, Finish::Error);
-        }
+        self.end_leases();
         if left && before > 0 {
             self.lanes.settle(&mut self.seqs);
         }
@@ -87,11 +79,7 @@ impl Scheduler {
             Status::Ready => self.enqueue(seq),
             Status::WaitKv => {
                 self.seqs.set_status(seq, status);
-                let deadline = self.now.saturating_add(self.policy.kv_lease_ns).max(1);
-                if let Some(cold) = self.seqs.get_mut(seq) {
-                    cold.lease = deadline;
-                    self.leases.insert((deadline, seq));
-                }
+                self.start_lease(seq, self.policy.kv_lease_ns);
             }
             Status::WaitFork => {
                 self.seqs.set_status(seq, status);

@@ -37,8 +37,12 @@ pub struct Metrics {
     pub row_waits: u64,
     /// Forks that shared their parent's prompt.
     pub forks: u64,
-    /// Ends by stop, length, abort, error.
-    pub finished: [u64; 4],
+    /// Ends by stop, length, abort, error, hand-over.
+    pub finished: [u64; 5],
+    /// Requests that waited for KV until their lease ran out.
+    pub kv_leases_ended: u64,
+    /// Sequences released because nobody took them over within the lease.
+    pub handover_leases_ended: u64,
     /// Steps that failed.
     pub failed_steps: u64,
     /// Messages and calls whose handle named nothing any more.

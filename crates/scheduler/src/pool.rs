@@ -43,6 +43,8 @@ pub enum Finish {
     Abort = 3,
     /// Its step, grammar or transfer failed.
     Error = 4,
+    /// A prompt engine computed its prompt and first token; another engine goes on.
+    Handover = 5,
 }
 
 /// Times of a sequence, in the caller's nanoseconds; 0 = not yet.
@@ -84,6 +86,8 @@ pub(crate) struct Cold {
     pub hasher: Option<ChainHasher>,
     pub extras: Vec<Extra>,
     pub flags: PrepFlags,
+    /// Its KV lies elsewhere and whoever holds it has not been told to let go.
+    pub remote: bool,
     pub user: u64,
     /// Tokens that came from the index, a fork or a load at the first admission.
     pub cached_tokens: u32,
@@ -95,7 +99,7 @@ pub(crate) struct Cold {
     pub passed: u32,
     pub preemptions: u32,
     pub drafts: Vec<u32>,
-    /// Time at which waiting for KV ends.
+    /// Time at which waiting for KV, or for being taken over, ends; 0 = no lease.
     pub lease: u64,
     pub load: Option<TransferId>,
     pub save: Option<TransferId>,

@@ -23,11 +23,13 @@ pub struct PrepFlags {
 /// A request, complete but for its block hashes, which [`crate::Inbox::add`] computes on the caller's thread.
 #[derive(Clone, Debug, Default)]
 pub struct Prepared {
-    /// Prompt.
+    /// Prompt, then what was produced already.
     pub tokens: Vec<u32>,
-    /// Most tokens to produce, at least 1.
+    /// How many of the last `tokens` are output already, made elsewhere: the rest is the prompt. Below `max_new`.
+    pub produced: u32,
+    /// Most output tokens, those in `produced` included; at least 1.
     pub max_new: u32,
-    /// Fewest tokens before a stop id counts.
+    /// Fewest output tokens before a stop id counts, those in `produced` included.
     pub min_new: u32,
     /// End-of-sequence ids.
     pub eos: Vec<u32>,

@@ -13,6 +13,7 @@ use crate::plan::Launch;
 use crate::pool::{Finish, SeqPool, Status, Times};
 use crate::publish::HashQueue;
 use crate::ring::{LayoutError, Ring, RingView};
+use crate::roles::EngineType;
 use crate::transfers::Transfers;
 use crate::waiting::Waiting;
 use deepinfer_kvindex::{Block, BlockPool, Counts, Event, Part, PoolConfig, PoolGroup, Seq, StateSlots, StepId, Tier};
@@ -66,6 +67,7 @@ pub struct Info {
 
 /// Plain `&mut self` state machine; see the crate's note.
 pub struct Scheduler {
+    pub(crate) engine: EngineType,
     pub(crate) limits: Limits,
     pub(crate) policy: Policy,
     pub(crate) device_ordered: bool,
@@ -77,8 +79,10 @@ pub struct Scheduler {
     pub(crate) seqs: SeqPool,
     pub(crate) lanes: Lanes,
     pub(crate) waiting: Waiting,
-    /// Sequences that wait for KV, by the time their lease ends.
+    /// Sequences that wait for KV or to be taken over, by the time their lease ends.
     pub(crate) leases: BTreeSet<(u64, Seq)>,
+    /// Sequences whose KV elsewhere is not needed any more, with the caller's numbers.
+    pub(crate) remote_releases: Vec<(Seq, u64)>,
     pub(crate) transfers: Transfers,
     pub(crate) hash_queue: HashQueue,
     pub(crate) ring: Ring,
@@ -128,6 +132,7 @@ impl Scheduler {
             StateSlots::new(seqs as u32 + 1).map_err(|_| too_small("max_num_seqs", config.limits.max_num_seqs))?;
         let tables = Tables::new(seqs + 1, geometry.row_blocks as usize, geometry.block_tokens as usize);
         Ok(Self {
+            engine: config.engine,
             limits: config.limits.clone(),
             policy: config.policy.clone(),
             device_ordered: config.device_ordered,
@@ -138,6 +143,7 @@ impl Scheduler {
             lanes: Lanes::with_capacity(seqs),
             waiting: Waiting::default(),
             leases: BTreeSet::new(),
+            remote_releases: Vec::new(),
             transfers: Transfers::default(),
             hash_queue: HashQueue::with_capacity(4 * seqs),
             ring: Ring::default(),

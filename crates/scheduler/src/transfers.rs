@@ -233,20 +233,18 @@ impl Scheduler {
                 if !keep {
                     self.kv.release_slot(slot, fence);
                 }
-                let mut lease = None;
                 if let Some(cold) = self.seqs.get_mut(open.seq) {
                     cold.load = None;
-                    if waits {
-                        lease = Some((std::mem::take(&mut cold.lease), open.seq));
-                    }
                     if keep {
                         cold.published = present;
                         cold.cursor = leaf;
                         cold.holding = Some(Holding { row, computed: tokens, slot });
                     }
                 }
-                if let Some(lease) = lease {
-                    self.leases.remove(&lease);
+                if waits {
+                    self.stop_lease(open.seq);
+                    // It arrived, or what arrived counts for nothing: the other side's copy is not asked for again.
+                    self.release_remote(open.seq);
                     if keep {
                         self.transfers.delivered.push(open.seq);
                     }

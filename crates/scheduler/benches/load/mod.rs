@@ -3,7 +3,8 @@
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)]
 
 use deepinfer_scheduler::{
-    Config, FieldView, GroupSpec, Inbox, Limits, Plan, Policy, Prepared, RingView, Root, Scheduler, Source, header,
+    Config, EngineType, FieldView, GroupSpec, Inbox, Limits, Plan, Policy, Prepared, RingView, Root, Scheduler, Source,
+    header,
 };
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -52,6 +53,7 @@ impl Load {
     pub fn new(shape: &Shape) -> Self {
         let source = Source { entries_per_page: shape.block, entry_bytes: 1024 };
         let config = Config {
+            engine: EngineType::Normal,
             groups: vec![GroupSpec::Paged { page_tokens: shape.block, num_pages: shape.blocks, sources: vec![source] }],
             limits: Limits {
                 max_num_seqs: shape.seqs,

@@ -6,8 +6,8 @@
 #![allow(dead_code, clippy::unwrap_used, clippy::panic, clippy::missing_panics_doc)]
 
 use deepinfer_scheduler::{
-    Config, FieldView, Finish, GroupSpec, Inbox, Limits, Outputs, Plan, Policy, Prepared, Reject, RingView, Root,
-    Scheduler, Seq, SlotMap, Source, Status, StepId, header, out, seq_flag,
+    Config, EngineType, FieldView, Finish, GroupSpec, Inbox, Limits, Outputs, Plan, Policy, Prepared, Reject, RingView,
+    Root, Scheduler, Seq, SlotMap, Source, Status, StepId, header, out, seq_flag,
 };
 use std::collections::{BTreeMap, HashMap};
 
@@ -75,6 +75,7 @@ pub fn root(block_tokens: u32) -> Root {
 /// One paged group of `block` tokens with `pages` pages, room for `seqs` sequences and `tokens` rows.
 pub fn config(block: u32, pages: u32, seqs: u32, tokens: u32) -> Config {
     Config {
+        engine: EngineType::Normal,
         groups: vec![paged(block, pages, &[block])],
         limits: Limits {
             max_num_seqs: seqs,
