@@ -60,7 +60,8 @@ class StateGroup:
 class CoreConfig:
     """Everything a core is built from.
 
-    The first group is paged and its page is the hash block. ``max_chunk_tokens`` 0 = the token budget. ``model`` to ``salt`` root
+    The first group is paged and its page is the hash block. ``max_chunk_tokens`` 0 = the token budget. ``max_in_flight``
+    2 lets the next step be planned while one runs. ``model`` to ``salt`` root
     the hash chain: two engines share blocks only if all of them agree. Values are checked together by ``Core``.
 
     A ``"prompt"`` engine ends a sequence with its first token (finish ``"handover"``) and keeps its KV until ``Core.release``, at most
@@ -77,6 +78,7 @@ class CoreConfig:
         vocab_size: int,
         max_draft: int = 0,
         ring_slots: int = 3,
+        max_in_flight: int = 1,
         device_ordered: bool = False,
         prefix_caching: bool = True,
         event_capacity: int = 0,
@@ -112,6 +114,8 @@ class CoreConfig:
     def ring_slots(self) -> int: ...
     @property
     def engine_type(self) -> Literal["normal", "prompt", "completion"]: ...
+    @property
+    def max_in_flight(self) -> int: ...
     @property
     def prefix_caching(self) -> bool: ...
     @property

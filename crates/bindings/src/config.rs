@@ -82,7 +82,7 @@ impl CoreConfig {
     #[new]
     #[pyo3(signature = (
         *, groups, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft = 0, ring_slots = 3,
-        device_ordered = false, prefix_caching = true, event_capacity = 0, max_chunk_tokens = 0, chunk_align = 1,
+        max_in_flight = 1, device_ordered = false, prefix_caching = true, event_capacity = 0, max_chunk_tokens = 0, chunk_align = 1,
         bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, handover_lease_ns = 60_000_000_000,
         engine_type = "normal", hit_rule = "all", model = "", revision = "",
         weight_format = "", kv_format = "", numerics = "", hit_policy = "exact", salt = Vec::new()
@@ -98,6 +98,7 @@ impl CoreConfig {
         vocab_size: u32,
         max_draft: u32,
         ring_slots: u32,
+        max_in_flight: u32,
         device_ordered: bool,
         prefix_caching: bool,
         event_capacity: usize,
@@ -173,6 +174,7 @@ impl CoreConfig {
                     salt,
                 },
                 ring_slots,
+                max_in_flight,
             },
         })
     }
@@ -219,6 +221,11 @@ impl CoreConfig {
             EngineType::Prompt => "prompt",
             EngineType::Completion => "completion",
         }
+    }
+
+    #[getter]
+    fn max_in_flight(&self) -> u32 {
+        self.config.max_in_flight
     }
 
     #[getter]

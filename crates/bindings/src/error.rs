@@ -29,7 +29,11 @@ impl PythonError for StepError {
     fn class(&self) -> &'static str {
         match self {
             Self::Pool(_) => "ConfigError",
-            Self::NoRing | Self::InFlight(_) | Self::NotInFlight(_) | Self::RingBusy { .. } => "StepOrderError",
+            Self::NoRing
+            | Self::InFlight(_)
+            | Self::NotInFlight(_)
+            | Self::OutOfOrder { .. }
+            | Self::RingBusy { .. } => "StepOrderError",
         }
     }
 }

@@ -129,6 +129,8 @@ pub struct Config {
     pub root: Root,
     /// Slots of the step ring, at least 3.
     pub ring_slots: u32,
+    /// Steps that may be planned and not completed: 1 = serial, 2 = the next one is planned while the device runs one.
+    pub max_in_flight: u32,
 }
 
 /// Why a configuration cannot work.
@@ -362,6 +364,8 @@ impl Config {
         below("max_draft", limits.max_draft.into(), 256)?;
         at_least("ring_slots", self.ring_slots.into(), 3)?;
         below("ring_slots", self.ring_slots.into(), 64)?;
+        at_least("max_in_flight", self.max_in_flight.into(), 1)?;
+        below("max_in_flight", self.max_in_flight.into(), 3)?;
         at_least("chunk_align", self.policy.chunk_align.into(), 1)
     }
 }

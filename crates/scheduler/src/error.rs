@@ -9,12 +9,20 @@ pub enum StepError {
     /// There is no memory to write a step into.
     #[error("no step ring is registered: call register_ring first")]
     NoRing,
-    /// A step has been planned and not completed yet.
+    /// As many steps as allowed have been planned and not completed; this is the oldest.
     #[error("step {} is in flight: complete it before the next schedule", .0.0)]
     InFlight(StepId),
-    /// The step is not the one in flight.
+    /// The step is not in flight.
     #[error("step {} is not in flight", .0.0)]
     NotInFlight(StepId),
+    /// Steps complete in the order they were planned, and an older one is in flight.
+    #[error("step {} completes after step {}, which is in flight: complete that one first", .step.0, .oldest.0)]
+    OutOfOrder {
+        /// The step.
+        step: StepId,
+        /// Oldest step in flight.
+        oldest: StepId,
+    },
     /// The ring slot is used by a step that has not been completed.
     #[error("ring slot {slot} still belongs to step {}", .step.0)]
     RingBusy {

@@ -48,6 +48,20 @@ pub mod header {
     pub const GRAMMAR_ROWS: usize = 14;
     /// 1 when any row wants prompt logprobs.
     pub const PROMPT_LOGPROBS: usize = 15;
+    /// Rows agreed by the rank group, 0 without one.
+    pub const GROUP_ROWS: usize = 16;
+    /// Pages copied out to the host.
+    pub const SWAP_OUT: usize = 17;
+    /// Pages copied back.
+    pub const SWAP_IN: usize = 18;
+    /// State slots copied out to the host.
+    pub const SWAP_OUT_STATES: usize = 19;
+    /// State slots copied back.
+    pub const SWAP_IN_STATES: usize = 20;
+    /// Draft rows.
+    pub const DRAFT_ROWS: usize = 21;
+    /// Sequences whose first token is not known to the host.
+    pub const PLACEHOLDERS: usize = 22;
 }
 
 /// Bits of `seq_flags`.
@@ -82,6 +96,11 @@ pub(crate) enum F {
     CloneStates,
     ZeroStates,
     Admitted,
+    PrevSeq,
+    SwapOut,
+    SwapIn,
+    SwapOutStates,
+    SwapInStates,
     Tokens,
     Accepted,
 }
@@ -136,6 +155,11 @@ impl Layout {
         put(F::CloneStates, "clone_states", 2 * seqs, &mut fields);
         put(F::ZeroStates, "zero_states", seqs, &mut fields);
         put(F::Admitted, "admitted", 4 * seqs, &mut fields);
+        put(F::PrevSeq, "prev_seq", seqs, &mut fields);
+        put(F::SwapOut, "swap_out", 3 * deltas, &mut fields);
+        put(F::SwapIn, "swap_in", 3 * deltas, &mut fields);
+        put(F::SwapOutStates, "swap_out_states", 2 * seqs, &mut fields);
+        put(F::SwapInStates, "swap_in_states", 2 * seqs, &mut fields);
         put(F::Tokens, "tokens", samples, &mut fields);
         put(F::Accepted, "accepted", seqs, &mut fields);
         Self { fields, fixed, first_map, deltas, clones }

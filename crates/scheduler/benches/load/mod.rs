@@ -68,6 +68,7 @@ impl Load {
             event_capacity: 0,
             root: Root { model: "bench".into(), block_tokens: shape.block, ..Root::default() },
             ring_slots: 3,
+            max_in_flight: 1,
         };
         let mut scheduler = Scheduler::new(&config).unwrap();
         let fields = scheduler.layout();

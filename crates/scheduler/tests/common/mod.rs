@@ -90,6 +90,7 @@ pub fn config(block: u32, pages: u32, seqs: u32, tokens: u32) -> Config {
         event_capacity: 0,
         root: root(block),
         ring_slots: 3,
+        max_in_flight: 1,
     }
 }
 
