@@ -5,6 +5,8 @@
 
 #![allow(dead_code, clippy::unwrap_used, clippy::panic, clippy::missing_panics_doc)]
 
+mod mover;
+
 use deepinfer_scheduler::{
     Config, EngineType, FieldView, Finish, GroupSpec, Inbox, Limits, Outputs, Plan, Policy, Prepared, Reject, RingView,
     Root, Scheduler, Seq, SlotMap, Source, Status, StepId, header, out, seq_flag,
@@ -233,16 +235,17 @@ impl Rig {
         if !prepared.ignore_eos {
             stops.extend(&prepared.eos);
         }
+        let (prompt, produced) = prepared.tokens.split_at(prepared.tokens.len() - prepared.produced as usize);
         for (fork, seq) in seqs.iter().enumerate() {
             let request = Request {
-                prompt: prepared.tokens.clone(),
+                prompt: prompt.to_vec(),
                 seed: seed + fork as u64,
                 max_new: prepared.max_new,
                 min_new: prepared.min_new,
                 stops: stops.clone(),
             };
             self.requests.insert(*seq, request);
-            self.outputs.insert(*seq, Vec::new());
+            self.outputs.insert(*seq, produced.to_vec());
         }
         Ok(seqs)
     }
