@@ -1,0 +1,307 @@
+"""What every asynchronous front does: many callers, their requests and mailboxes, text.
+
+Owns: from a prompt to outputs, whoever computes them. Never touches: tensors, the step loop, which process does what (see `client` and
+`deepinfer.engine.roles.pair`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, Self
+
+from deepinfer.engine.async_engine import wire
+from deepinfer.engine.chat_template import Message
+from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.input_processor import InputProcessor, ModelLimits, Prompt, PromptDict
+from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check_mode, merge_deltas
+from deepinfer.engine.request import EngineRequest, SequenceDelta
+from deepinfer.engine.text_side import TextSide
+from deepinfer.engine.tokenizer import Tokenizer
+from deepinfer.errors import DeepInferError, EngineDeadError, InvalidRequestError
+from deepinfer.outputs import RequestOutput
+from deepinfer.sampling import SamplingParams
+
+ENGINE = "deepinfer.engine.engine:Engine"
+_LONG_PROMPT = 20_000
+"""Characters above which tokenizing leaves the event loop's thread."""
+
+
+class _Mailbox:
+    """The newest outputs of one request, for one reader; a slow reader finds several as one."""
+
+    def __init__(self, mode: OutputMode) -> None:
+        self._mode = mode
+        self._output: RequestOutput | None = None
+        self._error: DeepInferError | None = None
+        self._news = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        merge = self._mode == "delta" and self._output is not None
+        self._output = merge_deltas(self._output, output) if merge and self._output is not None else output
+        self._news.set()
+
+    def fail(self, error: DeepInferError) -> None:
+        self._error = error
+        self._news.set()
+
+    async def get(self) -> RequestOutput:
+        """The next output. Raises what the request failed with, after what came before it."""
+        await self._news.wait()
+        output, self._output = self._output, None
+        if output is None:
+            assert self._error is not None
+            raise type(self._error)(*self._error.args)
+        if self._error is None:
+            self._news.clear()
+        return output
+
+
+class AsyncFront(ABC):
+    """Requests and text of many asynchronous callers, within one event loop. Use it as a context manager, or await :meth:`aclose`."""
+
+    config: EngineConfig
+    _text: TextSide
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._dead: DeepInferError | None = None
+        self._inputs: InputProcessor | None = None
+        self._outputs = OutputProcessor(None)
+        self._boxes: dict[str, _Mailbox] = {}
+        self.max_num_seqs = 0
+
+    def __repr__(self) -> str:
+        state = f"dead: {self._dead}" if self._dead else "ready" if self._inputs else "starting"
+        return f"{type(self).__name__}({self.config.model!r}, {state}, {len(self._boxes)} unfinished)"
+
+    # What computes
+
+    @abstractmethod
+    async def _connect(self) -> wire.Ready:
+        """Waits until requests can be served. Raises what loading found."""
+
+    @abstractmethod
+    def _submit(self, request: EngineRequest) -> None:
+        """Has a request computed; its deltas are to go to :meth:`_take`."""
+
+    @abstractmethod
+    def _cancel(self, request_id: str) -> None:
+        """Nobody wants a request any more."""
+
+    @abstractmethod
+    def _stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
+        """A stop string ended one answer after so many tokens."""
+
+    @abstractmethod
+    async def _drain(self) -> None:
+        """Waits until what was sent has left."""
+
+    @abstractmethod
+    def _end_processes(self) -> None:
+        """Ends every engine process; blocks until they have ended."""
+
+    @abstractmethod
+    async def _close_lines(self) -> None:
+        """Gives connections back, the processes having ended."""
+
+    # Start
+
+    async def ready(self) -> None:
+        """Waits until the model is loaded.
+
+        Raises:
+            ConfigError, CapacityError, CheckpointError, ...: what loading it found.
+            EngineDeadError: the process has ended.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop is not loop:
+            raise InvalidRequestError(f"this {type(self).__name__} belongs to another event loop; create one in each loop")
+        if self._dead is not None:
+            raise type(self._dead)(*self._dead.args)
+        if self._connecting is None:
+            self._loop = loop
+            self._connecting = loop.create_task(self._start())
+        await asyncio.shield(self._connecting)
+
+    async def _start(self) -> None:
+        try:
+            ready = await self._connect()
+        except DeepInferError as e:
+            self._die(e)
+            raise
+        self.max_num_seqs = ready.max_num_seqs
+        self._outputs = OutputProcessor(self._text.tokenizer)
+        self._inputs = self._text.input_processor(ModelLimits(ready.max_model_len, ready.vocab_size))
+
+    @property
+    def _ready_inputs(self) -> InputProcessor:
+        if self._inputs is None:
+            raise EngineDeadError("the model is not loaded yet; await ready() first") if self._dead is None else self._dead
+        return self._inputs
+
+    # What it is
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, in tokens; known after :meth:`ready`."""
+        return self._ready_inputs.limits.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids the model gives logits for; known after :meth:`ready`."""
+        return self._ready_inputs.limits.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All ids that end a sequence."""
+        return self._text.eos_ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether :meth:`chat_prompt` can be used."""
+        return self._text.chat_template is not None
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError if the model has none."""
+        return self._ready_inputs.tokenizer
+
+    def default_sampling_params(self, **values: Any) -> SamplingParams:
+        """The sampling defaults of the model's `generation_config.json`, overridden by ``values``."""
+        return SamplingParams.from_generation_config(self._text.generation_config, **values)
+
+    # Requests
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        mode: OutputMode = "cumulative",
+    ) -> AsyncIterator[RequestOutput]:
+        """Answers one prompt, output by output.
+
+        Args:
+            prompt: text, token ids, or a mapping of either.
+            sampling_params: ``None`` = the model's defaults.
+            request_id: chosen if ``None``; must differ from those of unfinished requests.
+            mode: ``"cumulative"``: each output holds all so far; ``"delta"``: only what is new; ``"final"``: one output at the
+                end. A reader that falls behind gets several outputs as one, nothing is lost.
+
+        Closing the iterator, or cancelling the task that waits for it, aborts the request.
+
+        Raises (from the first step of the iterator):
+            InvalidRequestError: the request is wrong; no other is affected.
+            EngineDeadError: the engine has ended; within a second of it for every waiting request.
+        """
+        check_mode(mode)
+        await self.ready()
+        inputs = self._ready_inputs
+        params = inputs.default_params() if sampling_params is None else sampling_params
+        request_id = inputs.new_request_id() if request_id is None else request_id
+        if not isinstance(request_id, str) or request_id in self._boxes:
+            raise InvalidRequestError(f"request id {request_id!r} is in use or no string; choose another")
+        box = self._boxes[request_id] = _Mailbox(mode)
+        try:
+            if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT:
+                request, text = await asyncio.to_thread(inputs.prepare, prompt, params, request_id, stream=mode != "final")
+            else:
+                request, text = inputs.prepare(prompt, params, request_id, stream=mode != "final")
+            if self._dead is not None:
+                raise type(self._dead)(*self._dead.args)
+            self._outputs.add(request, text, mode)
+            self._submit(request)
+            finished = False
+            while not finished:
+                output = await box.get()
+                finished = output.finished
+                yield output
+        finally:
+            del self._boxes[request_id]
+            if self._outputs.drop(request_id) is not None:
+                self._cancel(request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        mode: OutputMode = "cumulative",
+        **template_values: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answers a conversation as :meth:`generate` does; without ``sampling_params`` as long as the model's length allows."""
+        params = self.default_sampling_params(max_tokens=None) if sampling_params is None else sampling_params
+        return self.generate(self.chat_prompt(messages, **template_values), params, request_id=request_id, mode=mode)
+
+    def chat_prompt(self, messages: Sequence[Message], **template_values: Any) -> PromptDict:
+        """A conversation as a prompt. Raises InvalidRequestError if there is no template or it refuses the messages."""
+        limits = ModelLimits(0, 0)  # a conversation is rendered the same whatever the limits
+        return (self._inputs or self._text.input_processor(limits)).chat_prompt(messages, **template_values)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its iterator gives a last output with finish reason "abort". Unknown ids are ignored."""
+        last = self._outputs.drop(request_id)
+        if last is not None:
+            self._cancel(request_id)
+            self._boxes[request_id].put(last)
+
+    # News
+
+    def _take(self, deltas: Iterable[SequenceDelta]) -> None:
+        """Turns deltas into outputs for whoever waits for them."""
+        for output in self._outputs.process(deltas, self._stop_at):
+            box = self._boxes.get(output.request_id)
+            if box is not None:
+                box.put(output)
+
+    def _fail(self, request_id: str, error: DeepInferError) -> None:
+        """Ends a request with an error."""
+        self._outputs.drop(request_id)
+        if request_id in self._boxes:
+            self._boxes[request_id].fail(error)
+
+    def _die(self, error: DeepInferError) -> None:
+        """Everybody who waits, and everybody who comes, gets the error."""
+        if self._dead is not None:
+            return
+        self._dead = error
+        for request_id in list(self._boxes):
+            self._fail(request_id, error)
+
+    # The end
+
+    def _closed(self) -> EngineDeadError:
+        return EngineDeadError(f"this {type(self).__name__} is closed; create another one")
+
+    def close(self) -> None:
+        """Ends what computes and fails what is waiting; idempotent. Blocks until it has ended; see :meth:`aclose`."""
+        self._die(self._closed())
+        self._end_processes()
+
+    async def aclose(self) -> None:
+        """Like :meth:`close`, without blocking the event loop."""
+        if self._dead is None:
+            await self._drain()
+        self._die(self._closed())
+        await asyncio.to_thread(self._end_processes)
+        if self._connecting is not None:
+            self._connecting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, DeepInferError):
+                await self._connecting
+        await self._close_lines()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.ready()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()

@@ -1,0 +1,106 @@
+"""One engine process and the conversation with it.
+
+Owns: connecting, sending, reading, and saying once that the process has ended and how. Never touches: requests, text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from deepinfer.engine.async_engine import wire
+from deepinfer.engine.async_engine.child import EngineChild
+from deepinfer.errors import DeepInferError, EngineDeadError
+
+
+class EngineLine:
+    """A started engine process; the model loads from :meth:`connect` on.
+
+    Args:
+        start: what to build.
+        name: what messages call the process.
+    """
+
+    def __init__(self, start: wire.Start, name: str = "engine") -> None:
+        self.child = EngineChild()
+        self._start = start
+        self._name = name
+        self._writer: asyncio.StreamWriter | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._unpacker = wire.Unpacker()
+        self._reading: asyncio.Task[None] | None = None
+        self.loaded = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.child.process.poll() is None
+
+    async def connect(self) -> wire.Ready:
+        """Has the process build its engine; waits until it has.
+
+        Raises:
+            DeepInferError: what building it found, or EngineDeadError if the process ended.
+        """
+        self._reader, self._writer = await asyncio.open_connection(sock=self.child.socket.dup())
+        self.send(self._start)
+        early: list[Any] = []
+        with contextlib.suppress(ConnectionError):  # a process that is killed resets the connection
+            while not early and (data := await self._reader.read(1 << 18)):
+                early += self._unpacker.feed(data)
+        match early[:1]:
+            case [wire.Ready() as ready]:
+                self.loaded = True
+                return ready
+            case [wire.Died(error)]:
+                raise error.exception()
+        raise EngineDeadError(f"the {self._name} process {await self.how_it_ended()} while the model was loading")
+
+    def listen(self, heard: Callable[[Any], None], died: Callable[[EngineDeadError], None]) -> None:
+        """From now on gives every message to ``heard``; at the end of the process calls ``died``, once."""
+        self._reading = asyncio.create_task(self._read(heard, died))
+
+    async def _read(self, heard: Callable[[Any], None], died: Callable[[EngineDeadError], None]) -> None:
+        assert self._reader is not None
+        failure: EngineDeadError | None = None
+        with contextlib.suppress(ConnectionError):
+            while data := await self._reader.read(1 << 18):
+                for message in self._unpacker.feed(data):
+                    if isinstance(message, wire.Died):
+                        failure = EngineDeadError(f"the {self._name} stopped: {message.error.message}")
+                    else:
+                        heard(message)
+        died(failure or EngineDeadError(f"the {self._name} process {await self.how_it_ended()}"))
+
+    def send(self, message: Any) -> None:
+        """Sends as soon as the connection takes it; to a process that has ended nothing."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(wire.pack(message))
+
+    async def drain(self) -> None:
+        """Waits until what was sent has left."""
+        if self._writer is not None:
+            with contextlib.suppress(ConnectionError):
+                await self._writer.drain()
+
+    async def how_it_ended(self) -> str:
+        """In words."""
+        return await asyncio.to_thread(self.child.how_it_ended)
+
+    def end(self) -> None:
+        """Ends the process; blocks until it has."""
+        self.child.hang_up()
+        if not self.loaded:
+            self.child.process.terminate()  # it may be loading for long
+        self.child.end()
+
+    async def close(self) -> None:
+        """Gives the connection back, once the process has ended."""
+        if self._reading is not None:
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError, DeepInferError):
+                await self._reading
+        if self._writer is not None:
+            self._writer.close()
