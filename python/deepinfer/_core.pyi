@@ -260,13 +260,17 @@ class Core:
         """The grammar of a sequence is compiled, or cannot be: then the sequence ends with an error."""
 
     def propose(self, seq: int, tokens: Any) -> bool:
-        """Drafts for the next step of a decoding sequence; False if there is no such sequence."""
+        """Drafts for the next step of a decoding sequence: guesses for the positions after its next planned row. False if there is
+        no such sequence."""
+
+    def set_draft_budget(self, rows: int) -> None:
+        """Most draft rows of one step over all sequences, from the next ``schedule`` on."""
 
     def schedule(self, now_ns: int) -> int:
         """Plans the next step into a ring slot and gives the slot; −1 when there is nothing to run (then see ``flush``).
 
         Raises:
-            StepOrderError: a step is in flight, its slot is still used, or no ring is registered.
+            StepOrderError: ``max_in_flight`` steps are in flight, the slot is still used, or no ring is registered.
         """
 
     def plan_dummy(self, now_ns: int) -> int:
@@ -277,7 +281,7 @@ class Core:
         output rows.
 
         Raises:
-            StepOrderError: no step is in flight in that slot.
+            StepOrderError: no step is in flight in that slot, or an older one is.
         """
 
     def fail_step(self, slot: int, now_ns: int | None = None) -> int:
@@ -333,7 +337,7 @@ class Core:
         """When the next lease ends: ``schedule`` should be called then even if there is nothing else to do. None without one."""
 
     def has_work(self) -> bool:
-        """Whether a sequence has not ended, or an end has not been reported."""
+        """Whether a sequence has not ended, an end has not been reported, or a step is in flight."""
 
     def counts(self) -> Counts:
         """Blocks and state slots by state."""

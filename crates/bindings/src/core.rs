@@ -245,6 +245,10 @@ impl Core {
         self.with(py, |inner| inner.scheduler.propose(Seq::from_u64(seq), &drafts))
     }
 
+    fn set_draft_budget(&self, py: Python<'_>, rows: u32) -> PyResult<()> {
+        self.with(py, |inner| inner.scheduler.set_draft_budget(rows))
+    }
+
     fn schedule(&self, py: Python<'_>, now_ns: u64) -> PyResult<i32> {
         self.detached(py, |inner| inner.schedule(now_ns))
     }

@@ -60,6 +60,7 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
         asked_tokens,
         preemptions,
         row_waits,
+        ghost_rows,
         forks,
         kv_leases_ended,
         handover_leases_ended,

@@ -250,6 +250,9 @@ impl Scheduler {
         ] {
             flags |= if on { bit } else { 0 };
         }
+        if cold.flags.hold && self.geometry.has_state {
+            flags |= flag::ALONE;
+        }
         cold.passed = 0;
         let recomputed = cold.preemptions > 0;
         if cold.times.admitted == 0 {

@@ -1,12 +1,13 @@
 //! `complete`: what a finished step means.
 //!
-//! Results are matched by the launch record. Decoding lanes with one plain token go through one pass over the arrays; the
-//! rest (drafts, ends, long stop lists, prompts that end) goes lane by lane afterwards.
+//! Results are matched by the launch record: each lane carries its index in the steps in flight. Decoding lanes go through
+//! one pass over the arrays; the rest (ends, long stop lists, prompts that end) goes lane by lane afterwards.
 
 use crate::error::StepError;
-use crate::lanes::flag;
+use crate::lanes::{NOT_SENT, flag};
 use crate::layout::F;
 use crate::output::{FIRST, OUTPUT_WORDS, Outputs, STREAMS, out};
+use crate::plan::{Launch, parity};
 use crate::pool::Finish;
 use crate::scheduler::Scheduler;
 use deepinfer_kvindex::{Seq, StepId};
@@ -16,74 +17,85 @@ impl Scheduler {
     /// what is no longer needed. `now` is the caller's clock in nanoseconds.
     ///
     /// # Errors
-    /// [`StepError::NotInFlight`]; nothing has changed then.
+    /// [`StepError::NotInFlight`], [`StepError::OutOfOrder`]; nothing has changed then.
     pub fn complete(&mut self, step: StepId, now: u64) -> Result<Outputs<'_>, StepError> {
-        self.take_step(step)?;
+        let launch = self.take_step(step)?;
         self.now = now;
         self.begin_outputs();
         let mut settle = false;
-        if self.launch.decoding > 0 {
-            if self.launch.uniform {
-                self.plain_pass();
+        if launch.decoding > 0 {
+            if !launch.uniform {
+                self.ragged_pass::<false>(&launch);
+            } else if launch.version == self.lanes.version {
+                self.plain_pass(&launch);
             } else {
-                self.ragged_pass();
+                self.ragged_pass::<true>(&launch);
             }
-            settle |= self.finish_irregular();
+            settle |= self.finish_irregular(&launch);
         }
-        if self.launch.seqs.len() > self.launch.decoding {
-            settle |= self.prefill_pass();
+        if launch.seqs.len() > launch.decoding {
+            settle |= self.prefill_pass(&launch);
         }
-        self.drain_hash_queue(self.launch.samples);
-        self.end_step(now, settle);
+        self.drain_hash_queue(launch.samples);
+        self.end_step(launch, now, settle);
         Ok(self.outputs.view(step))
     }
 
     /// Ends every sequence that had rows in the step with an error and keeps the rest. What the step wrote counts for
-    /// nothing.
+    /// nothing, and so do the rows that these sequences have in a step launched after it.
     ///
     /// # Errors
-    /// [`StepError::NotInFlight`]; nothing has changed then.
+    /// [`StepError::NotInFlight`], [`StepError::OutOfOrder`]; nothing has changed then.
     pub fn fail_step(&mut self, step: StepId, now: u64) -> Result<Outputs<'_>, StepError> {
-        self.take_step(step)?;
+        let launch = self.take_step(step)?;
         self.now = now;
         self.begin_outputs();
-        for index in 0..self.launch.seqs.len() {
-            let seq = self.launch.seqs[index];
-            self.end_outside(seq, Finish::Error);
+        for index in 0..launch.seqs.len() {
+            // Whoever lost its lane since then computes those rows again anyway.
+            if self.lane_of(&launch, index).is_some() {
+                self.end_outside(launch.seqs[index], Finish::Error);
+            }
         }
         self.metrics.failed_steps += 1;
-        self.end_step(now, true);
+        self.end_step(launch, now, true);
         Ok(self.outputs.view(step))
     }
 
-    fn take_step(&mut self, step: StepId) -> Result<(), StepError> {
-        if !self.in_flight || step.0 != self.step {
+    /// Takes the record of the oldest step in flight, which `step` must be.
+    fn take_step(&mut self, step: StepId) -> Result<Launch, StepError> {
+        if step.0 <= self.completed || step.0 > self.step {
             return Err(StepError::NotInFlight(step));
         }
-        self.in_flight = false;
-        Ok(())
+        let oldest = StepId(self.completed + 1);
+        if step != oldest {
+            return Err(StepError::OutOfOrder { step, oldest });
+        }
+        Ok(std::mem::take(&mut self.launches[parity(step.0)]))
     }
 
-    fn end_step(&mut self, now: u64, settle: bool) {
+    fn end_step(&mut self, launch: Launch, now: u64, settle: bool) {
         if settle {
             self.lanes.settle(&mut self.seqs);
         }
         self.report_ended();
-        self.ring.give_back(self.launch.slot);
-        self.completed = self.step;
-        self.metrics.last_step = self.step;
+        self.ring.give_back(launch.slot);
+        self.completed = launch.step;
+        self.metrics.last_step = launch.step;
         self.metrics.last_step_ns = now;
+        let place = parity(launch.step);
+        self.launches[place] = launch;
         let sound = self.kv.blocks.counts(0).adds_up() && self.kv.states.counts().adds_up();
         self.metrics.count_faults += u64::from(!sound);
     }
 
     // Bitwise on purpose: five conditions that nearly always hold cost one branch.
     #[allow(clippy::needless_bitwise_bool)]
-    /// One token for each of the first `decoding` lanes. Lanes that need more than an append are noted.
-    fn plain_pass(&mut self) {
-        let n = self.launch.decoding;
+    /// One token for each of the first `decoding` lanes, which are where they were at the launch. Lanes that need more than an
+    /// append are noted.
+    fn plain_pass(&mut self, launch: &Launch) {
+        let n = launch.decoding;
         let Self { lanes, kv, ring, outputs, hash_queue, irregular, metrics, .. } = self;
-        let slot = self.launch.slot;
+        let slot = launch.slot;
         let tokens = &ring.get(slot, F::Tokens)[..n];
         let accepted = &ring.get(slot, F::Accepted)[..n];
         let (rows, notify) = outputs.parts();
@@ -97,6 +109,7 @@ impl Scheduler {
         let stops = &lanes.stops[..n];
         let flags = &lanes.flags[..n];
         let flushed = &lanes.flushed[..n];
+        let planned = &lanes.planned[..n];
         let confirmed = &mut lanes.confirmed[..n];
         let last = &mut lanes.last[..n];
         for (lane, row) in rows.chunks_exact_mut(OUTPUT_WORDS).enumerate() {
@@ -124,45 +137,120 @@ impl Scheduler {
                 notify.push(lane as u32);
             }
             if !plain {
-                irregular.push(lane as u32);
+                irregular.push([lane as u32; 2]);
                 continue;
             }
             if position & mask == 0 {
                 let filled = (position >> shift) - 1;
                 // The new token overwrites the open page before this one: its tokens must be in the history by now.
                 if filled > 0 && flushed[lane] < filled << shift {
-                    irregular.push(lane as u32);
+                    irregular.push([lane as u32; 2]);
                     continue;
                 }
                 hash_queue.push(seq[lane], filled);
             }
             confirmed[lane] = position;
-            last[lane] = token;
+            // With a later row in flight the newest token is one that the host does not know.
+            last[lane] = if planned[lane] == position { token } else { last[lane] };
             kv.tables.put_token(state[lane], position, token as u32);
         }
         metrics.output_tokens += (n - irregular.len()) as u64;
     }
 
-    /// Rows for the decoding sequences of a step whose rows are not one each; all of them go lane by lane.
-    fn ragged_pass(&mut self) {
-        self.irregular.clear();
-        for index in 0..self.launch.decoding {
-            let seq = self.launch.seqs[index];
-            let Some(lane) = self.lane_of(index, seq) else {
-                self.metrics.stale += 1;
+    /// The tokens of every decoding lane that had rows in the step, wherever it is by now. Lanes that need more than an append
+    /// are noted.
+    fn ragged_pass<const UNIFORM: bool>(&mut self, launch: &Launch) {
+        let n = launch.decoding;
+        let Self { lanes, kv, ring, outputs, hash_queue, irregular, metrics, .. } = self;
+        let slot = launch.slot;
+        let tokens = &ring.get(slot, F::Tokens)[..launch.samples];
+        let accepted = &ring.get(slot, F::Accepted)[..n];
+        let (rows, notify) = outputs.parts();
+        rows.resize(n * OUTPUT_WORDS, 0);
+        irregular.clear();
+        let vocab = self.limits.vocab_size;
+        let shift = self.geometry.shift;
+        let here = lanes.decoding;
+        let sent = &lanes.sent[parity(launch.step)][..here];
+        let (seq, state, limit) = (&lanes.seq[..here], &lanes.state[..here], &lanes.limit[..here]);
+        let (stops, flags, flushed) = (&lanes.stops[..here], &lanes.flags[..here], &lanes.flushed[..here]);
+        let (planned, confirmed) = (&mut lanes.planned[..here], &mut lanes.confirmed[..here]);
+        let (last, open, blocks) = (&mut lanes.last[..here], &mut lanes.open[..here], &lanes.blocks[..here]);
+        let (mut at, mut made, mut kept_drafts) = (0, 0, 0);
+        for (lane, &index) in sent.iter().enumerate() {
+            let index = index as usize;
+            if index >= n {
                 continue;
-            };
-            self.push_row(seq, lane, index);
-            self.irregular.push(index as u32);
+            }
+            let (asked, first) =
+                if UNIFORM { (1, index) } else { (launch.rows[index] as usize, launch.sample_off[index] as usize) };
+            let streams = i32::from(flags[lane] & flag::STREAM != 0);
+            // One too many stands for any impossible result.
+            let got = accepted[index].clamp(0, asked as i32 + 1) as usize;
+            rows[at * OUTPUT_WORDS..(at + 1) * OUTPUT_WORDS].copy_from_slice(&[
+                seq[lane].index as i32,
+                seq[lane].generation as i32,
+                state[lane] as i32,
+                tokens[first],
+                got as i32,
+                0,
+                streams,
+                index as i32,
+            ]);
+            if streams != 0 {
+                notify.push(at as u32);
+            }
+            at += 1;
+            let start = confirmed[lane];
+            let end = start + got as u32;
+            let mut plain = got >= 1 && got <= asked && end + 1 < limit[lane] && flags[lane] & flag::SLOW == 0;
+            if plain {
+                let stops = stops[lane];
+                let mut fine = true;
+                for &token in &tokens[first..first + got] {
+                    fine &= (token as u32) < vocab;
+                    fine &= stops.iter().all(|&stop| stop != token);
+                }
+                let (before, after) = (start >> shift, end >> shift);
+                if before != after {
+                    // As in the plain pass; more than one block at once goes the slow way.
+                    let safe = before == 0 || flushed[lane] >= before << shift;
+                    fine &= after == before + 1 && safe;
+                    if fine {
+                        hash_queue.push(seq[lane], before);
+                    }
+                }
+                plain = fine;
+            }
+            if !plain {
+                irregular.push([lane as u32, at as u32 - 1]);
+                continue;
+            }
+            for (&token, position) in tokens[first..first + got].iter().zip(start + 1..) {
+                kv.tables.put_token(state[lane], position, token as u32);
+            }
+            confirmed[lane] = end;
+            if got < asked {
+                planned[lane] -= (asked - got) as u32;
+                let block = planned[lane] >> shift;
+                if block < blocks[lane] {
+                    open[lane] = kv.tables.block(state[lane], block).0;
+                }
+            }
+            last[lane] = if planned[lane] == end { tokens[first + got - 1] } else { last[lane] };
+            made += got;
+            kept_drafts += got - 1;
         }
+        rows.truncate(at * OUTPUT_WORDS);
+        metrics.output_tokens += made as u64;
+        metrics.accepted += kept_drafts as u64;
+        metrics.ghost_rows += (n - at) as u64;
     }
 
-    fn lane_of(&self, index: usize, seq: Seq) -> Option<usize> {
-        if self.launch.version == self.lanes.version {
-            Some(self.launch.lanes.get(index).map_or(index, |&lane| lane as usize))
-        } else {
-            self.seqs.lane(seq)
-        }
+    /// Lane that sequence `index` of a step still has. None once it ended or lost it, whatever it has got since.
+    fn lane_of(&self, launch: &Launch, index: usize) -> Option<usize> {
+        let lane = self.seqs.lane(launch.seqs[index])?;
+        (self.lanes.sent[parity(launch.step)][lane] == index as u32).then_some(lane)
     }
 
     fn push_row(&mut self, seq: Seq, lane: usize, index: usize) {
@@ -172,54 +260,49 @@ impl Scheduler {
         self.outputs.push([seq.index as i32, seq.generation as i32, state, 0, 0, 0, flags, index as i32]);
     }
 
-    /// Handles the noted sequences. True if a lane ended.
-    fn finish_irregular(&mut self) -> bool {
+    /// Handles the noted lanes. True if one ended.
+    fn finish_irregular(&mut self, launch: &Launch) -> bool {
         let mut ended = false;
         let irregular = std::mem::take(&mut self.irregular);
-        for (nth, &index) in irregular.iter().enumerate() {
-            let index = index as usize;
-            let seq = self.launch.seqs[index];
-            let Some(lane) = self.lane_of(index, seq) else { continue };
-            let row = if self.launch.uniform { index } else { nth };
-            let rows = if self.launch.uniform { 1 } else { self.launch.rows[index] };
-            let sample = if self.launch.uniform { index } else { self.launch.sample_off[index] as usize };
-            ended |= self.advance(seq, lane, row, index, sample, rows);
+        for &[lane, row] in &irregular {
+            ended |= self.advance(launch, lane as usize, row as usize);
         }
         self.irregular = irregular;
         ended
     }
 
     /// Appends what a decoding sequence produced. True if it ended.
-    fn advance(&mut self, seq: Seq, lane: usize, row: usize, index: usize, sample: usize, rows: u32) -> bool {
-        let (count, finish) =
-            if self.read_tokens(index, sample, rows) { self.append(seq, lane, true) } else { (0, Some(Finish::Error)) };
-        if rows > 1 {
-            self.metrics.accepted += u64::from(count.saturating_sub(1));
-        }
-        if self.lanes.flags[lane] & flag::DRAFT != 0 {
-            self.set_draft_flag(lane, false);
-            if let Some(cold) = self.seqs.get_mut(seq) {
-                cold.drafts.clear();
-            }
-        }
-        self.close_row(seq, row, sample, count, finish, lane)
+    fn advance(&mut self, launch: &Launch, lane: usize, row: usize) -> bool {
+        let index = self.lanes.sent[parity(launch.step)][lane];
+        debug_assert_ne!(index, NOT_SENT, "only lanes with rows are noted");
+        let (asked, sample) = launch.shape(index as usize);
+        let seq = self.lanes.seq[lane];
+        let (count, finish) = if self.read_tokens(launch, index as usize, sample, asked) {
+            let rejected = asked - self.produced.len() as u32;
+            self.append(seq, lane, true, rejected)
+        } else {
+            (0, Some(Finish::Error))
+        };
+        self.metrics.accepted += u64::from(count.saturating_sub(1));
+        let token = self.ring.get(launch.slot, F::Tokens)[sample];
+        self.close_row(seq, row, token, count, finish, lane)
     }
 
     /// Copies the tokens of a sequence to `produced`. False if the worker left an impossible result.
-    fn read_tokens(&mut self, index: usize, sample: usize, rows: u32) -> bool {
-        let slot = self.launch.slot;
-        let accepted = self.ring.get(slot, F::Accepted)[index];
+    fn read_tokens(&mut self, launch: &Launch, index: usize, sample: usize, rows: u32) -> bool {
+        let accepted = self.ring.get(launch.slot, F::Accepted)[index];
         self.produced.clear();
         if accepted < 1 || accepted > rows as i32 {
             return false;
         }
-        let tokens = &self.ring.get(slot, F::Tokens)[sample..sample + accepted as usize];
+        let tokens = &self.ring.get(launch.slot, F::Tokens)[sample..sample + accepted as usize];
         self.produced.extend_from_slice(tokens);
         true
     }
 
-    /// Appends the copied tokens one by one until one ends the sequence. Returns how many were kept and the end, if any.
-    fn append(&mut self, seq: Seq, lane: usize, advance: bool) -> (u32, Option<Finish>) {
+    /// Appends the copied tokens one by one until one ends the sequence, and takes back what was planned for `rejected` ones.
+    /// Returns how many were kept and the end, if any.
+    fn append(&mut self, seq: Seq, lane: usize, advance: bool, rejected: u32) -> (u32, Option<Finish>) {
         let state = self.lanes.state[lane];
         let limit = self.lanes.limit[lane];
         let (mask, shift) = (self.geometry.mask, self.geometry.shift);
@@ -240,7 +323,6 @@ impl Scheduler {
                 self.hash_queue.push(seq, filled);
             }
             self.lanes.confirmed[lane] = position;
-            self.lanes.last[lane] = token;
             self.kv.tables.put_token(state, position, token as u32);
             count += 1;
             let len = position + 1;
@@ -254,8 +336,13 @@ impl Scheduler {
                 break;
             }
         }
-        self.lanes.planned[lane] = self.lanes.confirmed[lane];
-        let index = self.lanes.confirmed[lane] >> shift;
+        self.lanes.planned[lane] -= rejected;
+        if self.lanes.planned[lane] == self.lanes.confirmed[lane]
+            && let Some(&token) = self.produced.last()
+        {
+            self.lanes.last[lane] = token;
+        }
+        let index = self.lanes.planned[lane] >> shift;
         if index < self.lanes.blocks[lane] {
             self.lanes.open[lane] = self.kv.tables.block(state, index).0;
         }
@@ -263,17 +350,9 @@ impl Scheduler {
     }
 
     /// Completes an output row and ends its sequence if it must.
-    fn close_row(
-        &mut self,
-        seq: Seq,
-        row: usize,
-        sample: usize,
-        count: u32,
-        finish: Option<Finish>,
-        lane: usize,
-    ) -> bool {
+    fn close_row(&mut self, seq: Seq, row: usize, token: i32, count: u32, finish: Option<Finish>, lane: usize) -> bool {
         self.metrics.output_tokens += u64::from(count);
-        let token = if count > 0 { self.ring.get(self.launch.slot, F::Tokens)[sample] } else { 0 };
+        let token = if count > 0 { token } else { 0 };
         let (now, mut first) = (self.now, false);
         if let Some(cold) = self.seqs.get_mut(seq) {
             if count > 0 && cold.times.first_token == 0 {
@@ -301,16 +380,16 @@ impl Scheduler {
     }
 
     /// Chunks of the step. True if a lane ended or goes on to decode.
-    fn prefill_pass(&mut self) -> bool {
+    fn prefill_pass(&mut self, launch: &Launch) -> bool {
         let mut changed = false;
-        for index in self.launch.decoding..self.launch.seqs.len() {
-            let seq = self.launch.seqs[index];
+        for index in launch.decoding..launch.seqs.len() {
             // Lanes that ended in this step are still in place: they move in `settle`.
-            let Some(lane) = self.lane_of(index, seq) else {
-                self.metrics.stale += 1;
+            let Some(lane) = self.lane_of(launch, index) else {
+                self.metrics.ghost_rows += 1;
                 continue;
             };
-            let rows = self.launch.rows[index];
+            let seq = launch.seqs[index];
+            let (rows, sample) = launch.shape(index);
             let confirmed = self.lanes.confirmed[lane] + rows;
             let target = self.lanes.target[lane];
             self.lanes.confirmed[lane] = confirmed;
@@ -329,29 +408,24 @@ impl Scheduler {
             if let Some(cold) = self.seqs.get(seq) {
                 self.kv.tables.load(state, &cold.history, target);
             }
-            self.lanes.flags[lane] |= flag::PROMOTE;
+            if lane >= self.lanes.decoding {
+                self.lanes.flags[lane] |= flag::PROMOTE;
+            }
             let row = self.outputs.rows().len() / OUTPUT_WORDS;
             self.push_row(seq, lane, index);
-            let sample = self.launch.sample_off[index] as usize;
-            let (count, finish) = if self.read_tokens(index, sample, 1) {
-                self.append(seq, lane, false)
+            let (count, finish) = if self.read_tokens(launch, index, sample, 1) {
+                self.append(seq, lane, false, 0)
             } else {
                 (0, Some(Finish::Error))
             };
             if count == 0 {
                 // Nothing was drawn: there is no newest token to keep.
                 self.lanes.flags[lane] &= !flag::PROMOTE;
+                self.lanes.target[lane] = u32::MAX;
             }
-            self.close_row(seq, row, sample, count, finish, lane);
+            let token = self.ring.get(launch.slot, F::Tokens)[sample];
+            self.close_row(seq, row, token, count, finish, lane);
         }
         changed
-    }
-
-    pub(crate) fn set_draft_flag(&mut self, lane: usize, on: bool) {
-        if on {
-            self.lanes.flags[lane] |= flag::DRAFT;
-        } else {
-            self.lanes.flags[lane] &= !flag::DRAFT;
-        }
     }
 }

@@ -22,7 +22,7 @@ impl Scheduler {
         let slot = self.lanes.state[lane];
         let confirmed = self.lanes.confirmed[lane];
         self.publish_filled(lane);
-        if lane < self.lanes.decoding || self.lanes.flags[lane] & flag::PROMOTE != 0 {
+        if self.lanes.has_newest(lane) {
             let len = confirmed + 1;
             if let Some(cold) = self.seqs.get_mut(seq) {
                 self.kv.tables.flush(slot, &mut cold.history, len);
@@ -111,7 +111,6 @@ impl Scheduler {
         if let Some(cold) = self.seqs.get_mut(seq) {
             cold.finish = Some(finish);
             cold.times.finished = now;
-            cold.drafts.clear();
             children = std::mem::take(&mut cold.children);
         }
         self.stop_lease(seq);

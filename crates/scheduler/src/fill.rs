@@ -2,13 +2,13 @@
 //!
 //! The decoding lanes of a plain step are written array by array from the lanes; whatever has several rows goes row by row.
 
-use crate::config::Geometry;
-use crate::lanes::flag;
+use crate::config::{Geometry, SlotMap};
+use crate::kv::Kv;
+use crate::lanes::{Lanes, NOT_SENT, flag};
 use crate::layout::{F, Layout, header, seq_flag};
-use crate::plan::{Plan, StepKind};
+use crate::plan::{Launch, Plan, StepKind, parity};
 use crate::scheduler::Scheduler;
 use deepinfer_kvindex::StepId;
-use std::ops::Range;
 
 /// Commands of the step being planned.
 #[derive(Default)]
@@ -58,6 +58,8 @@ struct Totals {
     grammar: i32,
     logprobs: bool,
     prefill_rows: u64,
+    drafts: i32,
+    placeholders: i32,
 }
 
 fn iota(to: &mut [i32]) {
@@ -69,26 +71,27 @@ fn iota(to: &mut [i32]) {
 impl Scheduler {
     /// Writes the planned rows and commands; the step is in flight from here on.
     pub(crate) fn fill(&mut self) -> Plan {
+        let ahead = self.in_flight() > 0;
         self.step += 1;
         let slot = self.ring.slot_of(self.step).0;
         let decoding = self.lanes.decoding;
-        let uniform = self.lanes.rows[..decoding].iter().all(|&rows| rows == 1);
-        self.launch.seqs.clear();
-        self.launch.lanes.clear();
-        self.launch.rows.clear();
-        self.launch.sample_off.clear();
+        let mut launch = std::mem::take(&mut self.launches[parity(self.step)]);
+        launch.clear();
+        launch.step = self.step;
+        launch.slot = slot;
+        launch.version = self.lanes.version;
+        launch.uniform = self.lanes.rows[..decoding].iter().all(|&rows| rows == 1);
         let mut totals = Totals::default();
-        if uniform {
-            self.fill_plain(slot, &mut totals);
+        self.fill_previous(slot, ahead, &mut totals);
+        if launch.uniform {
+            self.fill_plain(&mut launch, &mut totals);
         } else {
-            for lane in 0..decoding {
-                self.fill_decode(slot, lane, &mut totals);
-            }
+            self.fill_ragged(&mut launch, &mut totals);
         }
-        let decode_seqs = totals.seqs;
-        let decode_rows = totals.rows;
+        launch.decoding = totals.seqs;
+        let (decode_seqs, decode_rows) = (totals.seqs, totals.rows);
         for lane in decoding..self.lanes.len() {
-            self.fill_chunk(slot, lane, &mut totals);
+            self.fill_chunk(&mut launch, lane, &mut totals);
         }
         self.ring.get_mut(slot, F::CuQ)[totals.seqs] = totals.rows as i32;
         self.ring.get_mut(slot, F::SampleOff)[totals.seqs] = totals.samples as i32;
@@ -100,12 +103,8 @@ impl Scheduler {
         };
         self.fill_commands(slot);
         self.fill_header(slot, kind, &totals, decode_seqs, deltas);
-        self.launch.slot = slot;
-        self.launch.kind = kind;
-        self.launch.decoding = decode_seqs;
-        self.launch.uniform = uniform;
-        self.launch.version = self.lanes.version;
-        self.launch.samples = totals.samples;
+        launch.samples = totals.samples;
+        self.launches[parity(self.step)] = launch;
         self.commands.clear();
         self.launched(slot);
         match kind {
@@ -126,16 +125,41 @@ impl Scheduler {
         }
     }
 
+    /// `prev_seq` of the decoding sequences: their index in the step in flight where that step draws the token they start from.
+    fn fill_previous(&mut self, slot: usize, ahead: bool, totals: &mut Totals) {
+        let Lanes { rows, planned, confirmed, sent, decoding, .. } = &self.lanes;
+        let to = &mut self.ring.get_mut(slot, F::PrevSeq)[..*decoding];
+        if !ahead {
+            to.fill(-1);
+            return;
+        }
+        let sent = &sent[parity(self.step - 1)][..*decoding];
+        let (rows, planned, confirmed) = (&rows[..*decoding], &planned[..*decoding], &confirmed[..*decoding]);
+        let (mut at, mut known) = (0, 0);
+        for (lane, &before) in sent.iter().enumerate() {
+            let drawn = planned[lane] > confirmed[lane];
+            to[at] = if drawn { before as i32 } else { -1 };
+            let here = rows[lane].min(1);
+            known += usize::from(!drawn) & here as usize;
+            at += here as usize;
+            // A lane without a row leaves its place to the next one.
+            if at == to.len() {
+                break;
+            }
+        }
+        totals.placeholders = (at - known) as i32;
+    }
+
     /// All decoding lanes with one row each.
-    fn fill_plain(&mut self, slot: usize, totals: &mut Totals) {
-        let n = self.lanes.decoding;
+    fn fill_plain(&mut self, launch: &mut Launch, totals: &mut Totals) {
+        let (slot, n) = (launch.slot, self.lanes.decoding);
         let lanes = &self.lanes;
         let ring = &mut self.ring;
-        self.launch.seqs.extend_from_slice(&lanes.seq[..n]);
+        launch.seqs.extend_from_slice(&lanes.seq[..n]);
         ring.get_mut(slot, F::Ids)[..n].copy_from_slice(&lanes.last[..n]);
-        let confirmed = &lanes.confirmed[..n];
-        for (to, &c) in ring.get_mut(slot, F::Pos)[..n].iter_mut().zip(confirmed) {
-            *to = c as i32;
+        let next = &lanes.planned[..n];
+        for (to, &p) in ring.get_mut(slot, F::Pos)[..n].iter_mut().zip(next) {
+            *to = p as i32;
         }
         for (index, map) in self.geometry.maps.iter().enumerate() {
             let to = &mut ring.slots_mut(slot, index)[..n];
@@ -143,29 +167,29 @@ impl Scheduler {
             let within = (1 << map.page_shift) - 1;
             if map.group > 0 {
                 for (lane, to) in to.iter_mut().enumerate() {
-                    let c = confirmed[lane];
+                    let p = next[lane];
                     let block = deepinfer_kvindex::Block(lanes.open[lane]);
                     let page =
-                        self.kv.blocks.page(map.group, block, ((c & self.geometry.mask) >> map.page_shift) as usize);
-                    *to = entry(page, c, entries, within, ratio);
+                        self.kv.blocks.page(map.group, block, ((p & self.geometry.mask) >> map.page_shift) as usize);
+                    *to = entry(page, p, entries, within, ratio);
                 }
             } else if ratio == 0 {
-                for ((to, &c), &page) in to.iter_mut().zip(confirmed).zip(&lanes.open[..n]) {
-                    *to = (page * entries + (c & within)) as i32;
+                for ((to, &p), &page) in to.iter_mut().zip(next).zip(&lanes.open[..n]) {
+                    *to = (page * entries + (p & within)) as i32;
                 }
             } else {
-                for ((to, &c), &page) in to.iter_mut().zip(confirmed).zip(&lanes.open[..n]) {
-                    *to = entry(page, c, entries, within, ratio);
+                for ((to, &p), &page) in to.iter_mut().zip(next).zip(&lanes.open[..n]) {
+                    *to = entry(page, p, entries, within, ratio);
                 }
             }
         }
         let mut longest = 0;
-        for (to, &c) in ring.get_mut(slot, F::SeqLen)[..n].iter_mut().zip(confirmed) {
-            *to = c as i32 + 1;
-            longest = longest.max(c + 1);
+        for (to, &p) in ring.get_mut(slot, F::SeqLen)[..n].iter_mut().zip(next) {
+            *to = p as i32 + 1;
+            longest = longest.max(p + 1);
         }
-        for (to, &c) in ring.get_mut(slot, F::RngPos)[..n].iter_mut().zip(confirmed) {
-            *to = c as i32 + 1;
+        for (to, &p) in ring.get_mut(slot, F::RngPos)[..n].iter_mut().zip(next) {
+            *to = p as i32 + 1;
         }
         for (to, &s) in ring.get_mut(slot, F::StateRow)[..n].iter_mut().zip(&lanes.state[..n]) {
             *to = s as i32;
@@ -193,142 +217,173 @@ impl Scheduler {
         totals.grammar = grammar;
         totals.longest_context = longest;
         totals.longest_query = u32::from(n > 0);
-        for (planned, &c) in self.lanes.planned[..n].iter_mut().zip(&self.lanes.confirmed[..n]) {
-            *planned = c + 1;
+        let Lanes { planned, last, sent, .. } = &mut self.lanes;
+        for planned in &mut planned[..n] {
+            *planned += 1;
+        }
+        for (index, sent) in sent[parity(launch.step)][..n].iter_mut().enumerate() {
+            *sent = index as u32;
+        }
+        if self.max_in_flight > 1 {
+            last[..n].fill(-1);
         }
     }
 
-    /// One decoding lane with its drafts.
-    fn fill_decode(&mut self, slot: usize, lane: usize, totals: &mut Totals) {
-        let rows = self.lanes.rows[lane];
-        if rows == 0 {
-            return;
-        }
-        let first = totals.rows;
-        let sample = totals.samples;
-        self.begin_seq(slot, lane, totals);
-        let confirmed = self.lanes.confirmed[lane];
-        let seq = self.lanes.seq[lane];
-        let state = self.lanes.state[lane] as i32;
-        let constrained = self.lanes.flags[lane] & flag::GRAMMAR != 0;
-        let ids = self.ring.get_mut(slot, F::Ids);
-        ids[first] = self.lanes.last[lane];
-        if let Some(cold) = self.seqs.get(seq).filter(|_| rows > 1) {
-            for (to, &draft) in ids[first + 1..first + rows as usize].iter_mut().zip(&cold.drafts) {
+    /// Decoding lanes with different numbers of rows: a pass over the lanes for each array.
+    fn fill_ragged(&mut self, launch: &mut Launch, totals: &mut Totals) {
+        let (slot, n, shift) = (launch.slot, self.lanes.decoding, self.geometry.shift);
+        let Self { lanes, ring, kv, geometry, .. } = self;
+        let [ids, pos, cu_q, seq_len, state_row, seq_flags, sample_off, sample_row, rng_pos, grammar_row] = ring
+            .many_mut(
+                slot,
+                [
+                    F::Ids,
+                    F::Pos,
+                    F::CuQ,
+                    F::SeqLen,
+                    F::StateRow,
+                    F::SeqFlags,
+                    F::SampleOff,
+                    F::SampleRow,
+                    F::RngPos,
+                    F::GrammarRow,
+                ],
+            );
+        let (mut at, mut index, mut longest_query, mut longest_context) = (0, 0, 0, 0);
+        for lane in 0..n {
+            let rows = lanes.rows[lane];
+            if rows == 0 {
+                lanes.sent[parity(launch.step)][lane] = NOT_SENT;
+                continue;
+            }
+            let (next, state) = (lanes.planned[lane], lanes.state[lane]);
+            lanes.sent[parity(launch.step)][lane] = index as u32;
+            launch.seqs.push(lanes.seq[lane]);
+            launch.rows.push(rows);
+            launch.sample_off.push(at as u32);
+            cu_q[index] = at as i32;
+            sample_off[index] = at as i32;
+            seq_len[index] = (next + rows) as i32;
+            state_row[index] = state as i32;
+            seq_flags[index] = seq_flag::SAMPLES;
+            let end = at + rows as usize;
+            for (to, position) in pos[at..end].iter_mut().zip(next..) {
+                *to = position as i32;
+            }
+            ids[at] = lanes.last[lane];
+            for (to, &draft) in ids[at + 1..end].iter_mut().zip(kv.tables.drafts(state)) {
                 *to = draft as i32;
             }
+            longest_query = longest_query.max(rows);
+            longest_context = longest_context.max(next + rows);
+            index += 1;
+            at = end;
         }
-        self.fill_run(slot, lane, first, confirmed..confirmed + rows);
-        for row in 0..rows {
-            let (at, position) = (first + row as usize, confirmed + row);
-            let at_sample = sample + row as usize;
-            self.ring.get_mut(slot, F::SampleRow)[at_sample] = at as i32;
-            self.ring.get_mut(slot, F::RngPos)[at_sample] = position as i32 + 1;
-            self.ring.get_mut(slot, F::GrammarRow)[at_sample] = if constrained { state } else { -1 };
+        iota(&mut sample_row[..at]);
+        for (to, &p) in rng_pos[..at].iter_mut().zip(&pos[..at]) {
+            *to = p + 1;
         }
-        let flags = seq_flag::SAMPLES | if constrained { seq_flag::GRAMMAR } else { 0 };
-        totals.grammar += if constrained { rows as i32 } else { 0 };
-        totals.samples += rows as usize;
-        self.end_seq(slot, lane, flags, rows, totals);
+        grammar_row[..at].fill(-1);
+        if lanes.flags[..n].iter().any(|f| f & flag::GRAMMAR != 0) {
+            for lane in (0..n).filter(|&lane| lanes.rows[lane] > 0 && lanes.flags[lane] & flag::GRAMMAR != 0) {
+                let index = lanes.sent[parity(launch.step)][lane] as usize;
+                let (first, rows) = (sample_off[index] as usize, lanes.rows[lane]);
+                seq_flags[index] |= seq_flag::GRAMMAR;
+                grammar_row[first..first + rows as usize].fill(lanes.state[lane] as i32);
+                totals.grammar += rows as i32;
+            }
+        }
+        for (map_index, map) in geometry.maps.iter().enumerate() {
+            let to = ring.slots_mut(slot, map_index);
+            let mut at = 0;
+            for lane in 0..n {
+                let (next, rows) = (lanes.planned[lane], lanes.rows[lane]);
+                if rows > 0 {
+                    fill_slots(&mut to[at..at + rows as usize], next, lanes.state[lane], map, kv, geometry);
+                    at += rows as usize;
+                }
+            }
+        }
+        for lane in 0..n {
+            let rows = lanes.rows[lane];
+            if rows == 0 {
+                continue;
+            }
+            lanes.planned[lane] += rows;
+            lanes.last[lane] = -(rows as i32);
+            lanes.drafts[lane] = 0;
+            // The next row may lie in a block that the drafts entered.
+            let block = lanes.planned[lane] >> shift;
+            if block < lanes.blocks[lane] {
+                lanes.open[lane] = kv.tables.block(lanes.state[lane], block).0;
+            }
+        }
+        totals.rows = at;
+        totals.seqs = index;
+        totals.samples = at;
+        totals.drafts = (at - index) as i32;
+        totals.longest_query = longest_query;
+        totals.longest_context = longest_context;
     }
 
     /// One chunk of a lane in prefill.
-    fn fill_chunk(&mut self, slot: usize, lane: usize, totals: &mut Totals) {
-        let rows = self.lanes.rows[lane];
+    fn fill_chunk(&mut self, launch: &mut Launch, lane: usize, totals: &mut Totals) {
+        let (slot, rows) = (launch.slot, self.lanes.rows[lane]);
         if rows == 0 {
+            self.lanes.sent[parity(launch.step)][lane] = NOT_SENT;
             return;
         }
-        let first = totals.rows;
-        let sample = totals.samples;
-        self.begin_seq(slot, lane, totals);
-        let confirmed = self.lanes.confirmed[lane];
-        let end = confirmed + rows;
-        let samples = end == self.lanes.target[lane];
-        let seq = self.lanes.seq[lane];
-        if let Some(cold) = self.seqs.get(seq) {
+        let (first, sample, at) = (totals.rows, totals.samples, totals.seqs);
+        let (start, state) = (self.lanes.planned[lane], self.lanes.state[lane]);
+        let end = start + rows;
+        self.lanes.sent[parity(launch.step)][lane] = at as u32;
+        launch.seqs.push(self.lanes.seq[lane]);
+        launch.rows.push(rows);
+        launch.sample_off.push(sample as u32);
+        if let Some(cold) = self.seqs.get(self.lanes.seq[lane]) {
             let ids = &mut self.ring.get_mut(slot, F::Ids)[first..first + rows as usize];
-            for (to, &token) in ids.iter_mut().zip(&cold.history[confirmed as usize..end as usize]) {
+            for (to, &token) in ids.iter_mut().zip(&cold.history[start as usize..end as usize]) {
                 *to = token as i32;
             }
         }
-        self.fill_run(slot, lane, first, confirmed..end);
+        for (to, position) in self.ring.get_mut(slot, F::Pos)[first..first + rows as usize].iter_mut().zip(start..) {
+            *to = position as i32;
+        }
+        for (index, map) in self.geometry.maps.iter().enumerate() {
+            let to = &mut self.ring.slots_mut(slot, index)[first..first + rows as usize];
+            fill_slots(to, start, state, map, &self.kv, &self.geometry);
+        }
         let lane_flags = self.lanes.flags[lane];
         let mut flags = seq_flag::PREFILL;
         if lane_flags & flag::LOGPROBS != 0 {
             flags |= seq_flag::PROMPT_LOGPROBS;
             totals.logprobs = true;
         }
+        let samples = end == self.lanes.target[lane];
+        let constrained = samples && lane_flags & flag::GRAMMAR != 0;
         if samples {
-            flags |= seq_flag::SAMPLES;
-            let constrained = lane_flags & flag::GRAMMAR != 0;
-            let state = self.lanes.state[lane] as i32;
-            if constrained {
-                flags |= seq_flag::GRAMMAR;
-                totals.grammar += 1;
-            }
+            flags |= seq_flag::SAMPLES | if constrained { seq_flag::GRAMMAR } else { 0 };
             self.ring.get_mut(slot, F::SampleRow)[sample] = (first + rows as usize) as i32 - 1;
             self.ring.get_mut(slot, F::RngPos)[sample] = end as i32;
-            self.ring.get_mut(slot, F::GrammarRow)[sample] = if constrained { state } else { -1 };
-            totals.samples += 1;
+            self.ring.get_mut(slot, F::GrammarRow)[sample] = if constrained { state as i32 } else { -1 };
+            self.lanes.last[lane] = -1;
         }
-        totals.prefill_rows += u64::from(rows);
-        self.end_seq(slot, lane, flags, rows, totals);
-    }
-
-    fn begin_seq(&mut self, slot: usize, lane: usize, totals: &Totals) {
-        self.ring.get_mut(slot, F::CuQ)[totals.seqs] = totals.rows as i32;
-        self.ring.get_mut(slot, F::SampleOff)[totals.seqs] = totals.samples as i32;
-        if self.launch.lanes.len() < totals.seqs {
-            // The plain lanes before this one are their own indices.
-            for plain in self.launch.lanes.len()..totals.seqs {
-                self.launch.lanes.push(plain as u32);
-                self.launch.rows.push(1);
-                self.launch.sample_off.push(plain as u32);
-            }
-        }
-        self.launch.seqs.push(self.lanes.seq[lane]);
-        self.launch.lanes.push(lane as u32);
-        self.launch.sample_off.push(totals.samples as u32);
-    }
-
-    fn end_seq(&mut self, slot: usize, lane: usize, flags: i32, rows: u32, totals: &mut Totals) {
-        let len = self.lanes.confirmed[lane] + rows;
-        self.lanes.planned[lane] = len;
-        self.launch.rows.push(rows);
-        let at = totals.seqs;
-        self.ring.get_mut(slot, F::SeqLen)[at] = len as i32;
-        self.ring.get_mut(slot, F::StateRow)[at] = self.lanes.state[lane] as i32;
-        self.ring.get_mut(slot, F::SeqFlags)[at] = flags;
+        let [cu_q, sample_off, seq_len, state_row, seq_flags, prev_seq] =
+            self.ring.many_mut(slot, [F::CuQ, F::SampleOff, F::SeqLen, F::StateRow, F::SeqFlags, F::PrevSeq]);
+        cu_q[at] = first as i32;
+        sample_off[at] = sample as i32;
+        seq_len[at] = end as i32;
+        state_row[at] = state as i32;
+        seq_flags[at] = flags;
+        prev_seq[at] = -1;
+        self.lanes.planned[lane] = end;
         totals.rows += rows as usize;
         totals.seqs += 1;
+        totals.samples += usize::from(samples);
+        totals.grammar += i32::from(constrained);
+        totals.prefill_rows += u64::from(rows);
         totals.longest_query = totals.longest_query.max(rows);
-        totals.longest_context = totals.longest_context.max(len);
-    }
-
-    /// Positions and KV slots of consecutive rows.
-    fn fill_run(&mut self, slot: usize, lane: usize, at: usize, positions: Range<u32>) {
-        let rows = positions.len();
-        for (to, position) in self.ring.get_mut(slot, F::Pos)[at..at + rows].iter_mut().zip(positions.clone()) {
-            *to = position as i32;
-        }
-        let state = self.lanes.state[lane];
-        for (index, map) in self.geometry.maps.iter().enumerate() {
-            let to = &mut self.ring.slots_mut(slot, index)[at..at + rows];
-            let within = (1 << map.page_shift) - 1;
-            let mut start = positions.start;
-            while start < positions.end {
-                // One page at a time.
-                let end = ((start | within) + 1).min(positions.end);
-                let block = self.kv.tables.block(state, start >> self.geometry.shift);
-                let j = (start & self.geometry.mask) >> map.page_shift;
-                let page = self.kv.blocks.page(map.group, block, j as usize);
-                let from = (start - positions.start) as usize;
-                for (to, position) in to[from..].iter_mut().zip(start..end) {
-                    *to = entry(page, position, map.entries, within, map.ratio_shift);
-                }
-                start = end;
-            }
-        }
+        totals.longest_context = totals.longest_context.max(end);
     }
 
     /// Block-table entries that the device does not know yet, of the lanes in this step.
@@ -387,6 +442,8 @@ impl Scheduler {
         to[header::LONGEST_CONTEXT] = totals.longest_context as i32;
         to[header::GRAMMAR_ROWS] = totals.grammar;
         to[header::PROMPT_LOGPROBS] = i32::from(totals.logprobs);
+        to[header::DRAFT_ROWS] = totals.drafts;
+        to[header::PLACEHOLDERS] = totals.placeholders;
     }
 
     /// A full step of one row: null page, null slot, position 0, nothing written to KV of anybody.
@@ -403,6 +460,7 @@ impl Scheduler {
         ring.get_mut(slot, F::StateRow)[0] = 0;
         ring.get_mut(slot, F::SeqFlags)[0] = 0;
         ring.get_mut(slot, F::SampleOff)[..2].copy_from_slice(&[0, 0]);
+        ring.get_mut(slot, F::PrevSeq)[0] = -1;
         let to = ring.get_mut(slot, F::Header);
         to.fill(0);
         to[header::KIND] = kind as i32;
@@ -413,6 +471,35 @@ impl Scheduler {
         to[header::DECODING] = 1;
         to[header::LONGEST_QUERY] = 1;
         to[header::LONGEST_CONTEXT] = 1;
+    }
+}
+
+/// KV slots of consecutive rows from position `first` on, a page at a time.
+#[inline]
+fn fill_slots(to: &mut [i32], first: u32, state: u32, map: &SlotMap, kv: &Kv, geometry: &Geometry) {
+    let within = (1 << map.page_shift) - 1;
+    let end = first + to.len() as u32;
+    let mut start = first;
+    while start < end {
+        let stop = ((start | within) + 1).min(end);
+        let block = kv.tables.block(state, start >> geometry.shift);
+        let page = if map.group == 0 {
+            block.0
+        } else {
+            kv.blocks.page(map.group, block, ((start & geometry.mask) >> map.page_shift) as usize)
+        };
+        let run = &mut to[(start - first) as usize..(stop - first) as usize];
+        if map.ratio_shift == 0 {
+            let base = page * map.entries + (start & within);
+            for (to, slot) in run.iter_mut().zip(base..) {
+                *to = slot as i32;
+            }
+        } else {
+            for (to, position) in run.iter_mut().zip(start..stop) {
+                *to = entry(page, position, map.entries, within, map.ratio_shift);
+            }
+        }
+        start = stop;
     }
 }
 

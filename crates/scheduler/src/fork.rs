@@ -54,7 +54,8 @@ impl Scheduler {
         self.release_forks(&children);
     }
 
-    /// Last position of the parent's prompt that it computes before its forks are made; the whole prompt without state.
+    /// Last position of the parent's prompt that it computes before its forks are made; the whole prompt without state. It
+    /// stands there until the step that reached it has completed.
     pub(crate) fn fork_stop(&self, lane: usize) -> Option<u32> {
         if !self.geometry.has_state || !self.has_waiting_forks(lane) {
             return None;
@@ -73,8 +74,9 @@ impl Scheduler {
         let parent = cold.parent?;
         let lane = self.seqs.lane(parent)?;
         let computed = cold.prompt - 1;
-        let confirmed = self.lanes.confirmed[lane];
-        if confirmed < computed || (self.geometry.has_state && confirmed != computed) {
+        // State that a row in flight goes on to change is not the state before it.
+        let (confirmed, planned) = (self.lanes.confirmed[lane], self.lanes.planned[lane]);
+        if confirmed < computed || (self.geometry.has_state && planned != computed) {
             return None;
         }
         let shift = self.geometry.shift;

@@ -225,7 +225,6 @@ impl Shared {
             children: Vec::new(),
             passed: 0,
             preemptions: 0,
-            drafts: Vec::with_capacity(self.limits.max_draft as usize),
             lease: 0,
             load: None,
             save: None,

@@ -10,16 +10,21 @@ pub(crate) struct Tables {
     row_blocks: usize,
     /// Two blocks of tokens per slot: position `p` lies at `p mod (2 × block)`.
     open: Vec<u32>,
+    /// Proposed tokens per slot.
+    drafts: Vec<u32>,
+    max_draft: usize,
     block_tokens: usize,
     mask: usize,
 }
 
 impl Tables {
-    pub fn new(slots: usize, row_blocks: usize, block_tokens: usize) -> Self {
+    pub fn new(slots: usize, row_blocks: usize, block_tokens: usize, max_draft: usize) -> Self {
         Self {
             rows: vec![Block::NULL; slots * row_blocks],
             row_blocks,
             open: vec![0; slots * 2 * block_tokens],
+            drafts: vec![0; slots * max_draft],
+            max_draft,
             block_tokens,
             mask: 2 * block_tokens - 1,
         }
@@ -50,6 +55,19 @@ impl Tables {
     #[inline]
     pub fn token(&self, slot: u32, position: u32) -> u32 {
         self.open[slot as usize * (self.mask + 1) + (position as usize & self.mask)]
+    }
+
+    /// What was proposed for a slot; the lane knows how much of it counts.
+    #[inline]
+    pub fn drafts(&self, slot: u32) -> &[u32] {
+        let at = slot as usize * self.max_draft;
+        &self.drafts[at..at + self.max_draft]
+    }
+
+    #[inline]
+    pub fn set_drafts(&mut self, slot: u32, drafts: &[u32]) {
+        let at = slot as usize * self.max_draft;
+        self.drafts[at..at + drafts.len()].copy_from_slice(drafts);
     }
 
     /// Appends positions `history.len()..len` to the history.

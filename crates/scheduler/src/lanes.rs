@@ -14,19 +14,22 @@ pub(crate) mod flag {
     pub const STREAM: u8 = 2;
     /// A grammar constrains it.
     pub const GRAMMAR: u8 = 4;
-    /// Has drafts for the next step.
-    pub const DRAFT: u8 = 8;
+    /// Never planned ahead of its results: its state is handed over as it stands at its end.
+    pub const ALONE: u8 = 8;
     /// Wants prompt logprobs.
     pub const LOGPROBS: u8 = 16;
     /// Preempted or ended; removed when the pass ends.
     pub const DEAD: u8 = 32;
-    /// Prefill ended in this step; moved to the decoding lanes when the pass ends.
+    /// Its prefill is computed or in flight; moved to the decoding lanes when the pass ends.
     pub const PROMOTE: u8 = 64;
     /// Found no block in this step and waits for one that is coming back.
     pub const WAITS: u8 = 128;
     /// What the vector path cannot do.
-    pub const SLOW: u8 = STOPS | DRAFT;
+    pub const SLOW: u8 = STOPS;
 }
+
+/// In `sent`: no row in that step.
+pub(crate) const NOT_SENT: u32 = u32::MAX;
 
 /// Stop ids a lane compares without leaving the vector path.
 pub(crate) const LANE_STOPS: usize = 4;
@@ -52,7 +55,7 @@ pub(crate) struct Lanes {
     pub seq: Vec<Seq>,
     /// State slot.
     pub state: Vec<u32>,
-    /// Positions launched.
+    /// Positions launched; an upper bound while a step with drafts is in flight.
     pub planned: Vec<u32>,
     /// Positions completed: their KV is written.
     pub confirmed: Vec<u32>,
@@ -60,9 +63,9 @@ pub(crate) struct Lanes {
     pub target: Vec<u32>,
     /// Tokens (prompt and output) at which the sequence ends.
     pub limit: Vec<u32>,
-    /// Newest token of a decoding lane.
+    /// Newest token of a decoding lane; while it is being drawn, `-1 - r` for the last sampling row `r` it has in the newest step.
     pub last: Vec<i32>,
-    /// Block that position `confirmed` lies in.
+    /// Block that position `planned` lies in, once the row has it.
     pub open: Vec<u32>,
     /// Blocks in the table row.
     pub blocks: Vec<u32>,
@@ -72,6 +75,11 @@ pub(crate) struct Lanes {
     pub flushed: Vec<u32>,
     /// Rows in the step being planned.
     pub rows: Vec<u32>,
+    /// Index in the newest even and the newest odd step, [`NOT_SENT`] without a row there: how results find their lane. A
+    /// lane given after a step was launched is not meant by it.
+    pub sent: [Vec<u32>; 2],
+    /// Proposed tokens for the next step.
+    pub drafts: Vec<u32>,
     /// Up to four stop ids, −1 where unused.
     pub stops: Vec<[i32; LANE_STOPS]>,
     pub flags: Vec<u8>,
@@ -79,7 +87,7 @@ pub(crate) struct Lanes {
     pub arrival: Vec<u64>,
     /// Lanes that decode; the rest is in prefill.
     pub decoding: usize,
-    /// Raised whenever a lane moves.
+    /// Raised whenever a decoding lane moves.
     pub version: u64,
 }
 
@@ -135,6 +143,18 @@ macro_rules! each_array {
             $body;
         }
         {
+            let $array = &mut lanes.sent[0];
+            $body;
+        }
+        {
+            let $array = &mut lanes.sent[1];
+            $body;
+        }
+        {
+            let $array = &mut lanes.drafts;
+            $body;
+        }
+        {
             let $array = &mut lanes.stops;
             $body;
         }
@@ -180,18 +200,25 @@ impl Lanes {
         self.told.push(0);
         self.flushed.push(new.target);
         self.rows.push(0);
+        self.sent[0].push(NOT_SENT);
+        self.sent[1].push(NOT_SENT);
+        self.drafts.push(0);
         self.stops.push(new.stops);
         self.flags.push(new.flags);
         self.priority.push(new.priority);
         self.arrival.push(new.arrival);
         seqs.set_lane(new.seq, lane);
-        self.version += 1;
         lane
+    }
+
+    /// Whether the newest token of a lane is known: it decodes, and its prompt is not in flight.
+    #[inline]
+    pub fn has_newest(&self, lane: usize) -> bool {
+        (lane < self.decoding || self.flags[lane] & flag::PROMOTE != 0) && self.confirmed[lane] >= self.target[lane]
     }
 
     /// Moves what passes mark: prefill lanes that ended their prompt join the decoding ones, dead lanes go.
     pub fn settle(&mut self, seqs: &mut SeqPool) {
-        self.version += 1;
         for lane in self.decoding..self.len() {
             if self.flags[lane] & flag::PROMOTE != 0 {
                 self.flags[lane] &= !flag::PROMOTE;
@@ -213,6 +240,7 @@ impl Lanes {
         seqs.clear_lane(self.seq[lane]);
         let mut hole = lane;
         if lane < self.decoding {
+            self.version += 1;
             self.decoding -= 1;
             hole = self.decoding;
             each_array!(&mut *self, array => array.swap(lane, hole));

@@ -35,6 +35,8 @@ pub struct Metrics {
     pub preemptions: u64,
     /// Rows that waited a step for blocks coming back.
     pub row_waits: u64,
+    /// Sequences of completed steps that had ended or lost their lane by then.
+    pub ghost_rows: u64,
     /// Forks that shared their parent's prompt.
     pub forks: u64,
     /// Ends by stop, length, abort, error, hand-over.

@@ -4,7 +4,7 @@
 //! get at least one row each; then sequences are admitted.
 
 use crate::error::StepError;
-use crate::lanes::flag;
+use crate::lanes::{Lanes, NOT_SENT, flag};
 use crate::preempt::Taken;
 use crate::scheduler::Scheduler;
 use deepinfer_kvindex::{Owner, Seq, StepId};
@@ -48,17 +48,17 @@ pub struct Plan {
 /// What a step was launched with: results are matched by this, never by what is current.
 #[derive(Default)]
 pub(crate) struct Launch {
+    pub step: u64,
     pub slot: usize,
-    pub kind: StepKind,
     pub seqs: Vec<Seq>,
-    /// Lane of each sequence while `version` is that of the lanes.
-    pub lanes: Vec<u32>,
+    /// Rows of each sequence; of a uniform step only of its chunks.
     pub rows: Vec<u32>,
-    /// First sampling row of each sequence.
+    /// First sampling row of each sequence, as `rows`.
     pub sample_off: Vec<u32>,
     pub decoding: usize,
-    /// Every decoding lane has one row and lane `i` is sequence `i`.
+    /// Every decoding sequence has one row, and sequence `i` was lane `i`.
     pub uniform: bool,
+    /// That of the lanes at the launch.
     pub version: u64,
     pub samples: usize,
 }
@@ -67,12 +67,36 @@ impl Launch {
     pub fn with_capacity(seqs: usize) -> Self {
         Self {
             seqs: Vec::with_capacity(seqs),
-            lanes: Vec::with_capacity(seqs),
             rows: Vec::with_capacity(seqs),
-            sample_off: Vec::with_capacity(seqs + 1),
+            sample_off: Vec::with_capacity(seqs),
             ..Self::default()
         }
     }
+
+    pub fn clear(&mut self) {
+        self.seqs.clear();
+        self.rows.clear();
+        self.sample_off.clear();
+        self.decoding = 0;
+        self.samples = 0;
+        self.uniform = true;
+    }
+
+    /// Rows of a sequence and the first of them that samples.
+    #[inline]
+    pub fn shape(&self, index: usize) -> (u32, usize) {
+        if self.uniform && index < self.decoding {
+            return (1, index);
+        }
+        let at = if self.uniform { index - self.decoding } else { index };
+        (self.rows[at], self.sample_off[at] as usize)
+    }
+}
+
+/// Where the record of a step lies, and its place in `sent`.
+#[inline]
+pub(crate) const fn parity(step: u64) -> usize {
+    (step & 1) as usize
 }
 
 impl Scheduler {
@@ -86,6 +110,9 @@ impl Scheduler {
             return Err(error);
         }
         self.begin_step(now);
+        if self.in_flight() > 0 {
+            self.promote_launched();
+        }
         let mut budget = self.limits.max_num_batched_tokens;
         budget = self.plan_running(budget);
         self.admit(budget);
@@ -110,16 +137,13 @@ impl Scheduler {
         self.step += 1;
         let slot = self.ring.slot_of(self.step).0;
         self.fill_dummy(slot, StepKind::Dummy, self.step);
-        self.launch.seqs.clear();
-        self.launch.lanes.clear();
-        self.launch.rows.clear();
-        self.launch.sample_off.clear();
-        self.launch.slot = slot;
-        self.launch.kind = StepKind::Dummy;
-        self.launch.decoding = 0;
-        self.launch.samples = 0;
-        self.launch.uniform = true;
-        self.launch.version = self.lanes.version;
+        let parity = parity(self.step);
+        self.lanes.sent[parity].fill(NOT_SENT);
+        let launch = &mut self.launches[parity];
+        launch.clear();
+        launch.step = self.step;
+        launch.slot = slot;
+        launch.version = self.lanes.version;
         self.launched(slot);
         let (step, kind) = (StepId(self.step), StepKind::Dummy);
         Ok(Plan { step, slot, kind, rows: 1, seqs: 1, decoding: 1, samples: 0 })
@@ -137,9 +161,36 @@ impl Scheduler {
 
     pub(crate) fn launched(&mut self, slot: usize) {
         self.ring.take(slot, self.step);
-        self.in_flight = true;
         self.kv.launched = StepId(self.step);
         self.metrics.steps += 1;
+    }
+
+    /// Lanes whose last chunk is in flight go on to decode: the token that it draws is a placeholder until then. Not those that
+    /// end with it.
+    fn promote_launched(&mut self) {
+        let mut any = false;
+        for lane in self.lanes.decoding..self.lanes.len() {
+            let planned = self.lanes.planned[lane];
+            let last = planned == self.lanes.target[lane] && planned > self.lanes.confirmed[lane];
+            if last && planned + 1 < self.lanes.limit[lane] && self.lanes.flags[lane] & flag::ALONE == 0 {
+                self.lanes.flags[lane] |= flag::PROMOTE;
+                any = true;
+            }
+        }
+        if any {
+            self.lanes.settle(&mut self.seqs);
+        }
+    }
+
+    /// No row for lanes that the step in flight may end by length, nor for those that must not run ahead.
+    fn rest_ending(&mut self) {
+        let n = self.lanes.decoding;
+        let Lanes { rows, planned, confirmed, limit, flags, .. } = &mut self.lanes;
+        for (lane, rows) in rows[..n].iter_mut().enumerate() {
+            let ends = planned[lane] + 1 >= limit[lane];
+            let alone = flags[lane] & flag::ALONE != 0 && planned[lane] > confirmed[lane];
+            *rows = u32::from(!(ends | alone));
+        }
     }
 
     /// Rows of the running lanes. Returns what is left of the budget.
@@ -147,19 +198,25 @@ impl Scheduler {
         let decoding = self.lanes.decoding;
         let mut waits = 0;
         let mut gone = false;
+        let ahead = self.in_flight() > 0;
         self.lanes.rows[..decoding].fill(1);
+        if ahead {
+            self.rest_ending();
+        }
         let mask = self.geometry.mask;
         for lane in 0..decoding {
-            if self.lanes.confirmed[lane] & mask == 0 {
+            // Every block before that of `planned` is in the row.
+            if self.lanes.planned[lane] & mask == 0 && self.lanes.rows[lane] > 0 {
                 gone |= self.open_block(lane, &mut waits, true);
             }
         }
-        if waits > 0 && self.lanes.len() == decoding && self.lanes.rows.iter().all(|&rows| rows == 0) {
+        // What is in flight changes that by itself when it completes.
+        if !ahead && waits > 0 && self.lanes.len() == decoding && self.lanes.rows.iter().all(|&rows| rows == 0) {
             gone |= self.force_one(&mut waits);
         }
         let decode_rows = self.lanes.rows[..decoding].iter().sum::<u32>();
         let mut left = budget - decode_rows;
-        if self.limits.max_draft > 0 {
+        if std::mem::take(&mut self.proposed) {
             left = self.plan_drafts(left);
         }
         left = self.plan_chunks(left);
@@ -190,7 +247,7 @@ impl Scheduler {
             return false;
         }
         self.lanes.flags[lane] &= !flag::WAITS;
-        let index = self.lanes.confirmed[lane] >> self.geometry.shift;
+        let index = self.lanes.planned[lane] >> self.geometry.shift;
         let slot = self.lanes.state[lane];
         if index < self.lanes.blocks[lane] {
             self.lanes.open[lane] = self.kv.tables.block(slot, index).0;
@@ -215,7 +272,8 @@ impl Scheduler {
         self.metrics.preemptions != before
     }
 
-    /// Draft rows, within what is left after one row for each lane in prefill; half of it while there are such lanes.
+    /// Draft rows, within their budget and what is left after one row for each lane in prefill; half of it while there are such
+    /// lanes. Where not all proposals fit, every lane gets as many rows as the others.
     fn plan_drafts(&mut self, left: u32) -> u32 {
         let decoding = self.lanes.decoding;
         let prefilling = (self.lanes.len() - decoding) as u32;
@@ -223,36 +281,73 @@ impl Scheduler {
         if prefilling > 0 {
             share /= 2;
         }
-        let mut used = 0;
+        share = share.min(self.draft_budget);
+        let mut wanted = 0;
         for lane in 0..decoding {
-            if self.lanes.flags[lane] & flag::DRAFT == 0 || self.lanes.rows[lane] == 0 {
+            if self.lanes.drafts[lane] == 0 {
                 continue;
             }
-            let seq = self.lanes.seq[lane];
-            let proposed = self.seqs.get(seq).map_or(0, |c| c.drafts.len() as u32);
-            let confirmed = self.lanes.confirmed[lane];
-            let room = self.lanes.limit[lane].saturating_sub(confirmed + 2);
-            let mut drafts = proposed.min(room).min(share - used);
-            let slot = self.lanes.state[lane];
-            while drafts > 0 && (confirmed + drafts) >> self.geometry.shift >= self.lanes.blocks[lane] {
-                // Drafts never cost anyone else a block.
-                if let Some(block) = self.kv.alloc(Owner::Sequence) {
-                    self.kv.tables.set(slot, self.lanes.blocks[lane], block);
-                    self.lanes.blocks[lane] += 1;
-                } else {
-                    let end = self.lanes.blocks[lane] << self.geometry.shift;
-                    drafts = drafts.min(end - 1 - confirmed);
-                    break;
-                }
+            if self.lanes.rows[lane] == 0 {
+                // It stays where it is, and so does what was proposed.
+                self.proposed = true;
+                continue;
             }
-            if let Some(cold) = self.seqs.get_mut(seq) {
-                cold.drafts.truncate(drafts as usize);
+            let room = self.lanes.limit[lane].saturating_sub(self.lanes.planned[lane] + 2);
+            self.lanes.drafts[lane] = self.lanes.drafts[lane].min(room);
+            wanted += self.lanes.drafts[lane];
+        }
+        let (level, mut more) = if wanted > share { self.draft_level(share) } else { (u32::MAX, 0) };
+        let mut used = 0;
+        for lane in 0..decoding {
+            let proposed = self.lanes.drafts[lane];
+            if proposed == 0 || self.lanes.rows[lane] == 0 {
+                continue;
             }
+            let mut drafts = proposed.min(level);
+            if drafts < proposed && more > 0 {
+                drafts += 1;
+                more -= 1;
+            }
+            let drafts = self.draft_blocks(lane, drafts);
+            self.lanes.drafts[lane] = drafts;
             self.lanes.rows[lane] = 1 + drafts;
             used += drafts;
         }
         self.metrics.drafted += u64::from(used);
         left - used
+    }
+
+    /// How many draft rows each lane may have so that all together have at most `share`, and how many lanes may have one more.
+    fn draft_level(&self, share: u32) -> (u32, u32) {
+        let lanes = 0..self.lanes.decoding;
+        let wants = |level: u32| {
+            let more = |&lane: &usize| self.lanes.rows[lane] > 0 && self.lanes.drafts[lane] > level;
+            lanes.clone().filter(more).count() as u32
+        };
+        let (mut level, mut left) = (0, share);
+        loop {
+            let lanes = wants(level);
+            if lanes > left || lanes == 0 {
+                return (level, left);
+            }
+            left -= lanes;
+            level += 1;
+        }
+    }
+
+    /// Blocks for up to `drafts` rows after the next one of a lane; how many rows they hold. Drafts never cost anyone else a
+    /// block.
+    fn draft_blocks(&mut self, lane: usize, drafts: u32) -> u32 {
+        let next = self.lanes.planned[lane];
+        while (next + drafts) >> self.geometry.shift >= self.lanes.blocks[lane] {
+            let blocks = self.lanes.blocks[lane];
+            let Some(block) = self.kv.alloc(Owner::Sequence) else {
+                return drafts.min((blocks << self.geometry.shift) - 1 - next);
+            };
+            self.kv.tables.set(self.lanes.state[lane], blocks, block);
+            self.lanes.blocks[lane] = blocks + 1;
+        }
+        drafts
     }
 
     /// Next chunk of every lane in prefill, in order of admission.
@@ -270,17 +365,17 @@ impl Scheduler {
         left
     }
 
-    /// Rows of the next chunk of a lane in prefill, at least 1 if `most` is.
+    /// Rows of the next chunk of a lane in prefill; at least 1 if `most` is and not all of its prefill is in flight.
     pub(crate) fn chunk(&self, lane: usize, most: u32) -> u32 {
-        let confirmed = self.lanes.confirmed[lane];
+        let planned = self.lanes.planned[lane];
         let target = self.fork_stop(lane).unwrap_or(self.lanes.target[lane]);
         let cap = if self.policy.max_chunk_tokens > 0 { self.policy.max_chunk_tokens } else { u32::MAX };
-        let rows = (target - confirmed).min(most).min(cap);
-        if confirmed + rows == target {
+        let rows = (target - planned).min(most).min(cap);
+        if planned + rows == target {
             return rows;
         }
         // A cut in the middle of the prompt ends on the stated multiple where it can.
-        let end = (confirmed + rows) / self.policy.chunk_align * self.policy.chunk_align;
-        if end > confirmed { end - confirmed } else { rows }
+        let end = (planned + rows) / self.policy.chunk_align * self.policy.chunk_align;
+        if end > planned { end - planned } else { rows }
     }
 }

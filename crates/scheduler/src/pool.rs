@@ -98,7 +98,6 @@ pub(crate) struct Cold {
     /// Others admitted while it was the refused head.
     pub passed: u32,
     pub preemptions: u32,
-    pub drafts: Vec<u32>,
     /// Time at which waiting for KV, or for being taken over, ends; 0 = no lease.
     pub lease: u64,
     pub load: Option<TransferId>,

@@ -64,7 +64,7 @@ impl Scheduler {
     fn take_surplus(&mut self) -> bool {
         for lane in 0..self.lanes.decoding {
             let blocks = self.lanes.blocks[lane];
-            let needed = (self.lanes.confirmed[lane] >> self.geometry.shift) + 1;
+            let needed = (self.lanes.planned[lane] >> self.geometry.shift) + 1;
             if blocks > needed && self.lanes.flags[lane] & flag::DEAD == 0 {
                 let block = self.kv.tables.block(self.lanes.state[lane], blocks - 1);
                 self.kv.release_private(block, Owner::Sequence, Fence::Step(self.kv.launched));
@@ -83,7 +83,6 @@ impl Scheduler {
         if let Some(cold) = self.seqs.get_mut(seq) {
             cold.class = Class::Preempted;
             cold.preemptions += 1;
-            cold.drafts.clear();
             cold.passed = 0;
         }
         self.enqueue(seq);

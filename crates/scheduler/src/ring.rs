@@ -205,6 +205,19 @@ impl Ring {
         self.words_mut(slot, self.fixed[field as usize])
     }
 
+    /// Several fields at once; naming one twice is a fault.
+    #[inline]
+    pub fn many_mut<const N: usize>(&mut self, slot: usize, fields: [F; N]) -> [&mut [i32]; N] {
+        let named = fields.iter().fold(0u64, |seen, &field| seen | 1 << field as usize);
+        assert_eq!(named.count_ones() as usize, N, "a field of the ring is named twice");
+        let Self { slots, fixed, .. } = self;
+        fields.map(|field| {
+            let raw = slots[slot].fields[fixed[field as usize]];
+            // SAFETY: as in `words_mut`; the fields differ, and `register` checked that no two share memory.
+            unsafe { std::slice::from_raw_parts_mut(raw.words, raw.len) }
+        })
+    }
+
     #[inline]
     pub fn slots_mut(&mut self, slot: usize, map: usize) -> &mut [i32] {
         self.words_mut(slot, self.first_map + map)

@@ -88,12 +88,13 @@ pub struct Scheduler {
     pub(crate) ring: Ring,
     pub(crate) outputs: OutputPool,
     pub(crate) commands: Commands,
-    pub(crate) launch: Launch,
+    /// Of the steps in flight: that of step `n` at `n mod 2`.
+    pub(crate) launches: [Launch; 2],
+    pub(crate) max_in_flight: u64,
     /// Newest planned step.
     pub(crate) step: u64,
     /// Newest step that completed or failed.
     pub(crate) completed: u64,
-    pub(crate) in_flight: bool,
     /// Sequences that ended and whose rows no reader has seen yet.
     pub(crate) ended: Vec<Seq>,
     /// Sequences whose last row is in the current outputs.
@@ -107,7 +108,12 @@ pub struct Scheduler {
     pub(crate) now: u64,
     pub(crate) scratch: Vec<Block>,
     pub(crate) produced: Vec<i32>,
-    pub(crate) irregular: Vec<u32>,
+    /// Lanes, with their output row, that a pass over the arrays leaves to be handled one by one.
+    pub(crate) irregular: Vec<[u32; 2]>,
+    /// Something was proposed since the last plan.
+    pub(crate) proposed: bool,
+    /// Most draft rows of one step.
+    pub(crate) draft_budget: u32,
 }
 
 impl Scheduler {
@@ -130,7 +136,12 @@ impl Scheduler {
         let blocks = BlockPool::new(&pool).map_err(|_| too_small("num_pages", geometry.usable_blocks))?;
         let states =
             StateSlots::new(seqs as u32 + 1).map_err(|_| too_small("max_num_seqs", config.limits.max_num_seqs))?;
-        let tables = Tables::new(seqs + 1, geometry.row_blocks as usize, geometry.block_tokens as usize);
+        let tables = Tables::new(
+            seqs + 1,
+            geometry.row_blocks as usize,
+            geometry.block_tokens as usize,
+            config.limits.max_draft as usize,
+        );
         Ok(Self {
             engine: config.engine,
             limits: config.limits.clone(),
@@ -149,10 +160,10 @@ impl Scheduler {
             ring: Ring::default(),
             outputs: OutputPool::with_capacity(seqs),
             commands: Commands::with_capacity(seqs, layout.clones),
-            launch: Launch::with_capacity(seqs),
+            launches: [Launch::with_capacity(seqs), Launch::with_capacity(seqs)],
+            max_in_flight: config.max_in_flight.into(),
             step: 0,
             completed: 0,
-            in_flight: false,
             ended: Vec::with_capacity(seqs),
             reported: Vec::with_capacity(seqs),
             recycled: Vec::with_capacity(seqs),
@@ -165,6 +176,8 @@ impl Scheduler {
             scratch: Vec::with_capacity(geometry.row_blocks as usize),
             produced: Vec::with_capacity(config.limits.max_draft as usize + 1),
             irregular: Vec::with_capacity(seqs),
+            proposed: false,
+            draft_budget: u32::MAX,
             geometry,
             layout,
         })
@@ -233,9 +246,9 @@ impl Scheduler {
         self.live
     }
 
-    /// True if a sequence has not ended, a message is unread, or an end has not been reported.
+    /// True if a sequence has not ended, a message is unread, an end has not been reported, or a step is in flight.
     pub fn has_work(&self) -> bool {
-        self.live > 0 || !self.ended.is_empty() || self.shared.has_mail()
+        self.live > 0 || self.in_flight() > 0 || !self.ended.is_empty() || self.shared.has_mail()
     }
 
     /// Rows of sequences that ended outside of a step: to be called when `schedule` had nothing to run. Takes back the
@@ -265,7 +278,7 @@ impl Scheduler {
 
     fn flush_tokens(&mut self, seq: Seq) {
         if let Some(lane) = self.seqs.lane(seq)
-            && lane < self.lanes.decoding
+            && self.lanes.has_newest(lane)
             && let Some(cold) = self.seqs.get_mut(seq)
         {
             let len = self.lanes.confirmed[lane] + 1;
@@ -279,7 +292,7 @@ impl Scheduler {
         let status = self.seqs.status(seq)?;
         let cold = self.seqs.get(seq)?;
         let lane = self.seqs.lane(seq);
-        let decoding = lane.is_some_and(|lane| lane < self.lanes.decoding);
+        let decoding = lane.is_some_and(|lane| self.lanes.has_newest(lane));
         let computed =
             lane.map_or_else(|| cold.holding.as_ref().map_or(0, |h| h.computed), |lane| self.lanes.confirmed[lane]);
         let len = if decoding { computed + 1 } else { cold.history.len() as u32 };
@@ -310,21 +323,26 @@ impl Scheduler {
         self.kv.blocks.page(group, block, j)
     }
 
-    /// Proposes the next tokens of a decoding sequence; they are verified in the next step that has room for them. False if
-    /// the handle is stale or the sequence is not decoding. Proposals beyond the configured number are cut.
+    /// Proposes tokens for a decoding sequence: guesses for the positions after its next planned row, verified in the next
+    /// step that has room for them. While a step is in flight that row is not known either. False if the handle is stale or
+    /// the sequence is not decoding. Proposals beyond the configured number are cut.
     pub fn propose(&mut self, seq: Seq, drafts: &[u32]) -> bool {
-        let Some(lane) = self.seqs.lane(seq).filter(|&lane| lane < self.lanes.decoding && !self.in_flight) else {
+        let Some(lane) = self.seqs.lane(seq).filter(|&lane| lane < self.lanes.decoding) else {
             self.metrics.stale += 1;
             return false;
         };
         let most = self.limits.max_draft as usize;
-        let usable = drafts.iter().take_while(|&&t| t < self.limits.vocab_size).count().min(most);
-        if let Some(cold) = self.seqs.get_mut(seq) {
-            cold.drafts.clear();
-            cold.drafts.extend_from_slice(&drafts[..usable]);
-        }
-        self.set_draft_flag(lane, usable > 0);
+        let usable = drafts.iter().take(most).take_while(|&&t| t < self.limits.vocab_size).count();
+        self.kv.tables.set_drafts(self.lanes.state[lane], &drafts[..usable]);
+        self.lanes.drafts[lane] = usable as u32;
+        self.proposed |= usable > 0;
         true
+    }
+
+    /// Most draft rows of one step over all sequences, from the next plan on; without a call there is no bound but the
+    /// configured number per sequence.
+    pub fn set_draft_budget(&mut self, rows: u32) {
+        self.draft_budget = rows;
     }
 
     /// Notes that the state of a sequence at a block boundary was stored (or is gone): prefix hits of models whose hit rule
@@ -395,12 +413,18 @@ impl Scheduler {
         self.policy.hit_rule == HitRule::StateSlice
     }
 
+    /// Steps planned and not completed.
+    #[inline]
+    pub(crate) fn in_flight(&self) -> u64 {
+        self.step - self.completed
+    }
+
     pub(crate) fn step_error(&self) -> Option<StepError> {
         if !self.ring.is_registered() {
             return Some(StepError::NoRing);
         }
-        if self.in_flight {
-            return Some(StepError::InFlight(StepId(self.step)));
+        if self.in_flight() >= self.max_in_flight {
+            return Some(StepError::InFlight(StepId(self.completed + 1)));
         }
         let (slot, user) = self.ring.slot_of(self.step + 1);
         user.map(|step| StepError::RingBusy { slot, step: StepId(step) })
