@@ -23,15 +23,15 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @cache
-def tiny_checkpoint(family: str) -> str:
-    """Directory of a random checkpoint of 3 layers, made by transformers; the same weights in every process."""
+def tiny_checkpoint(family: str, layers: int = 3) -> str:
+    """Directory of a random checkpoint of a few layers, made by transformers; the same weights in every process."""
     import transformers as hf
 
     common: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 160,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,

@@ -73,6 +73,10 @@ class StepOrderError(DeepInferError, RuntimeError):
     """A call of the step loop came out of order; the core is unchanged."""
 
 
+class HiddenSyncError(DeepInferError, RuntimeError):
+    """Something waited for the device where waiting is forbidden; the message says what."""
+
+
 class TransferError(DeepInferError, RuntimeError):
     """KV of a sequence cannot be loaded or saved now; nothing was taken."""
 

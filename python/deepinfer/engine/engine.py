@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer import _core
+from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.hooks import Admission, EngineHooks
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
@@ -35,6 +36,7 @@ from deepinfer.kernels import KERNEL_SET
 from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, PagedGroup, StateGroup
 from deepinfer.outputs import FinishReason
+from deepinfer.worker import sync_guard
 from deepinfer.worker.logprobs import HostLogprobs
 from deepinfer.worker.runner import ModelRunner, RunnerLimits, StepResult
 from deepinfer.worker.sampling_state import RowSampling
@@ -96,6 +98,7 @@ class Engine(EngineHooks):
         self.config = config
         self.run: RunConfig = config.resolve()
         self.run.platform.prepare(self.run.num_threads)
+        sync_guard.configure(enabled=not environ.get("DEEPINFER_DISABLE_SYNC_GUARD"))
         self.resolved = resolve_model(config.model, config.revision, config.load_format)
         _check_quantization(config.quantization, self.resolved)
         weights = weight_bytes(self.resolved, self.run.dtype)

@@ -42,6 +42,7 @@ class Switch:
 
 SWITCHES: tuple[Switch, ...] = (
     Switch("DEEPINFER_ACCELERATOR", "auto | cpu | cuda | cuda:N", str, "auto", "device when `device` is left at 'auto'"),
+    Switch("DEEPINFER_DISABLE_SYNC_GUARD", "0 | 1", _bool, False, "let the launch path wait for the device instead of failing the step"),
     Switch("DEEPINFER_NUM_THREADS", "integer", _threads, None, "torch threads of the step loop; unset = torch's own choice"),
     Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),
 )

@@ -28,6 +28,7 @@ from deepinfer.worker.sampling_state import (
     SamplingState,
 )
 from deepinfer.worker.step_ring import FLAG_PROMPT_LOGPROBS, Header, RingSlot, StepRing
+from deepinfer.worker.sync_guard import forbid_device_sync
 
 _LOGIT_ROWS = 128  # rows whose logits over the whole vocabulary exist at once when a whole prompt wants them
 
@@ -134,6 +135,7 @@ class ModelRunner:
         self.wait()
         return result
 
+    @forbid_device_sync()
     def launch(self, index: int) -> StepResult:
         """Everything up to, not including, the wait for the device: nothing in here reads a device value on the host."""
         slot = self.ring.slots[index]
