@@ -34,7 +34,12 @@ HEIGHT = {
 }
 
 # What a crate may depend on inside the workspace, and which one may know Python.
-CRATES = {"kvindex": set(), "scheduler": {"deepinfer-kvindex"}, "bindings": {"deepinfer-kvindex", "deepinfer-scheduler"}}
+CRATES = {
+    "kvindex": set(),
+    "scheduler": {"deepinfer-kvindex"},
+    "kvtransfer": set(),
+    "bindings": {"deepinfer-kvindex", "deepinfer-scheduler", "deepinfer-kvtransfer"},
+}
 
 
 def package_folder() -> Path:

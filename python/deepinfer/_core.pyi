@@ -14,6 +14,8 @@ __all__ = [
     "OUTPUT_WORDS",
     "Core",
     "CoreConfig",
+    "KvTicket",
+    "KvTransfer",
     "PagedGroup",
     "StateGroup",
     "bench_chain_hash",
@@ -357,6 +359,131 @@ class Core:
 
     def close(self) -> None:
         """Lets go of pools and ring memory; later calls raise ``EngineDeadError``. Idempotent."""
+
+@final
+class KvTicket:
+    """Permission to pull one offer, to be kept as secret as the KV itself. Equal, hashable, pickled; ``str`` gives text that the
+    constructor reads back.
+
+    Raises:
+        KvRefusedError: not a ticket, or one of another version.
+    """
+
+    def __new__(cls, data: bytes | str, /) -> KvTicket: ...
+    @property
+    def id(self) -> bytes:
+        """Sixteen random bytes, as in the owner's events."""
+
+    @property
+    def length(self) -> int:
+        """Payload bytes."""
+
+    @property
+    def checksum(self) -> int:
+        """XXH3-64 of description and payload."""
+
+    @property
+    def address(self) -> str:
+        """Where the owner listens: ``shm:name`` or ``tcp:ip:port``."""
+
+    def to_bytes(self) -> bytes: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[type[KvTicket], tuple[bytes]]: ...
+
+@type_check_only
+class KvTransferCounts(TypedDict):
+    """Gauges of an end's own offers; ``events_lost`` counts those that nobody fetched in time."""
+
+    offers: int
+    bytes: int
+    pulls: int
+    events_lost: int
+
+@final
+class KvTransfer:
+    """One end of a hand-over of KV bytes between processes: it offers, and pulls what others of its kind offer.
+
+    ``shm`` is for one machine, user and network namespace, ``tcp`` for any machine. Two ends understand each other if ``layout``
+    (what the bytes mean) and ``token`` (a shared secret of at least 16 bytes) are equal. ``listen`` and ``advertise`` are
+    ``"ip:port"``; TCP listens on 127.0.0.1 and any free port unless told otherwise, and elsewhere only with a token. Times are
+    seconds; None is the default of the core. Threads of its own serve peers and end leases; calls may come from any thread, and
+    those that move bytes let go of the interpreter lock.
+
+    Raises:
+        ConfigError: a setting makes no sense; the message names it.
+        KvTransferError: the address is taken, or the system has no thread or socket left.
+    """
+
+    def __new__(
+        cls,
+        back_end: Literal["shm", "tcp"],
+        *,
+        layout: bytes = ...,
+        token: bytes | None = None,
+        listen: str | None = None,
+        advertise: str | None = None,
+        max_offers: int | None = None,
+        max_bytes: int | None = None,
+        max_pull_bytes: int | None = None,
+        max_meta_bytes: int | None = None,
+        max_connections: int | None = None,
+        max_lease: float | None = None,
+        connect_timeout: float | None = None,
+        handshake_timeout: float | None = None,
+        stall_timeout: float | None = None,
+        pull_timeout: float | None = None,
+    ) -> KvTransfer: ...
+    @property
+    def address(self) -> str:
+        """What own tickets carry."""
+
+    def offer(self, meta: bytes, segments: Sequence[Any], lease: float) -> KvTicket:
+        """Copies the segments, one after the other, and lets whoever has the ticket pull them for ``lease`` seconds.
+
+        Segments are contiguous buffers or tensors in host memory, of any type; nobody may write to them during the call, and they
+        may be reused after it. ``meta`` is a small description that comes back from the pull.
+
+        Raises:
+            KvFullError: the limit on offers or bytes is reached.
+            KvTooLargeError: ``meta`` is over its limit.
+            ConfigError: the lease is out of range.
+            InvalidRequestError: a segment is not contiguous or not in host memory.
+        """
+
+    def pull(self, ticket: KvTicket) -> tuple[bytes, bytearray]:
+        """Brings the bytes of an offer, checked for length and checksum: ``(meta, payload)``. The offer stays.
+
+        Raises:
+            KvGoneError, KvCorruptError, KvUnreachableError, KvRefusedError, KvTooLargeError: see there.
+        """
+
+    def pull_into(self, ticket: KvTicket, buffers: Sequence[Any]) -> bytes:
+        """The same into writable buffers or host tensors, in order, whose bytes together are ``ticket.length``; gives ``meta``.
+        After an error their contents mean nothing.
+
+        Raises:
+            InvalidRequestError: a buffer is read-only, not contiguous, not in host memory, or overlaps another.
+        """
+
+    def release(self, ticket: KvTicket) -> bool:
+        """Ends an offer, own or another's; False if it had ended. Pulls in progress go on.
+
+        Raises:
+            KvUnreachableError: the owner does not answer; the lease will end the offer.
+            KvRefusedError: see there.
+        """
+
+    def poll(self) -> list[tuple[bytes, Literal["pulled", "released", "expired"]]]:
+        """What happened to own offers since the last call: at most one ``pulled`` each (somebody has verified all of it), and
+        exactly one of the other two. Never waits."""
+
+    def counts(self) -> KvTransferCounts:
+        """Gauges of own offers."""
+
+    def close(self) -> None:
+        """Ends every offer and connection; later calls raise ``KvTransferError``. Idempotent."""
 
 def bench_steps(core: Core, steps: int, now_ns: int, token: int, shared: Any, prompt_tokens: int, refill: int) -> list[int]:
     """Nanoseconds of ``schedule`` plus ``complete`` in each of ``steps`` steps, timed inside Rust; every sequence samples ``token``.

@@ -87,3 +87,31 @@ class HandoverError(DeepInferError, RuntimeError):
 
 class KvLayoutError(HandoverError):
     """The KV of two engines means different things (model, dtype, block size, format); the message names each field that differs."""
+
+
+class KvTransferError(TransferError):
+    """KV could not be handed from one process to another; the message says why, and nothing stays taken."""
+
+
+class KvGoneError(KvTransferError):
+    """The offer was released, its lease is over or its owner has ended: compute the KV anew."""
+
+
+class KvCorruptError(KvTransferError):
+    """The bytes that came are not those that were offered: pull again or compute the KV anew."""
+
+
+class KvUnreachableError(KvTransferError):
+    """The owner of an offer could not be reached, fell silent or died on the way."""
+
+
+class KvRefusedError(KvTransferError):
+    """The two sides do not belong together: another layout, version, back end, token or length of buffers."""
+
+
+class KvTooLargeError(KvTransferError):
+    """More bytes than a limit or the given buffers hold."""
+
+
+class KvFullError(KvTransferError):
+    """This owner's limit on offers or bytes is reached; it goes down when offers are released or end."""

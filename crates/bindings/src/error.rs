@@ -1,5 +1,6 @@
 //! The one table from Rust errors to Python classes. The classes live in `deepinfer.errors`, imported at the first error.
 
+use deepinfer_kvtransfer::Error as KvError;
 use deepinfer_scheduler::{ConfigError, LayoutError, Reject, StepError, TransferError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -41,6 +42,21 @@ impl PythonError for StepError {
 impl PythonError for TransferError {
     fn class(&self) -> &'static str {
         "TransferError"
+    }
+}
+
+impl PythonError for KvError {
+    fn class(&self) -> &'static str {
+        match self {
+            Self::Gone(_) => "KvGoneError",
+            Self::Corrupt(_) => "KvCorruptError",
+            Self::Unreachable { .. } => "KvUnreachableError",
+            Self::Refused(_) => "KvRefusedError",
+            Self::TooLarge { .. } => "KvTooLargeError",
+            Self::Full { .. } => "KvFullError",
+            Self::Invalid(_) => "ConfigError",
+            _ => "KvTransferError",
+        }
     }
 }
 

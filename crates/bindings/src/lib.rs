@@ -13,6 +13,7 @@ mod bench;
 mod config;
 mod core;
 mod error;
+mod kvtransfer;
 mod metrics;
 mod output;
 mod prepared;
@@ -30,6 +31,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<config::StateGroup>()?;
     module.add_class::<config::CoreConfig>()?;
     module.add_class::<core::Core>()?;
+    module.add_class::<kvtransfer::KvTicket>()?;
+    module.add_class::<kvtransfer::KvTransfer>()?;
     module.add_function(wrap_pyfunction!(bench::bench_steps, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_chain_hash, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_prefix_match, module)?)?;
