@@ -62,9 +62,12 @@ class StateGroup:
 class CoreConfig:
     """Everything a core is built from.
 
-    The first group is paged and its page is the hash block. ``max_chunk_tokens`` 0 = the token budget. ``max_in_flight``
-    2 lets the next step be planned while one runs. ``model`` to ``salt`` root
-    the hash chain: two engines share blocks only if all of them agree. Values are checked together by ``Core``.
+    The first group is paged and its page is the hash block. ``max_in_flight``
+    2 lets the next step be planned while one runs. ``step_policy`` None = "mixed", with a rank group "decode_first": a
+    step is then either prompt or decode rows, and prefill is tried after ``all_interval`` decode steps if every rank wants it,
+    after ``any_interval`` if any does. ``max_chunk_tokens`` 0 = the token budget; instead of it ``chunk_budget_ns`` limits the time of
+    a step's prompt rows, a chunk of q rows behind c computed ones taking ``a q² + b q c + d q + e`` ns with ``chunk_cost = (a, b, d,
+    e)``. ``model`` to ``salt`` root the hash chain: two engines share blocks only if all of them agree. Values are checked together by ``Core``.
 
     A ``"prompt"`` engine ends a sequence with its first token (finish ``"handover"``) and keeps its KV until ``Core.release``, at most
     ``handover_lease_ns``; a ``"completion"`` engine takes requests with ``wait_kv`` only.
@@ -84,7 +87,12 @@ class CoreConfig:
         device_ordered: bool = False,
         prefix_caching: bool = True,
         event_capacity: int = 0,
+        step_policy: Literal["mixed", "decode_first"] | None = None,
+        all_interval: int = 70,
+        any_interval: int = 100,
         max_chunk_tokens: int = 0,
+        chunk_budget_ns: int | None = None,
+        chunk_cost: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0),
         chunk_align: int = 1,
         bypass: int = 16,
         headroom_tokens: int = 16,

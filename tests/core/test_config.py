@@ -53,6 +53,13 @@ def test_objects_are_frozen() -> None:
         ({"vocab_size": 0}, "vocab_size"),
         ({"ring_slots": 2}, "ring_slots"),
         ({"hit_rule": "sometimes"}, "hit_rule"),
+        ({"step_policy": "prefill_first"}, "step_policy"),
+        ({"all_interval": 0}, "all_interval"),
+        ({"any_interval": 0}, "any_interval"),
+        ({"chunk_budget_ns": 10, "max_chunk_tokens": 8, "chunk_cost": (0, 0, 1, 0)}, "max_chunk_tokens and chunk_budget_ns"),
+        ({"chunk_budget_ns": 10}, "chunk_cost"),
+        ({"chunk_budget_ns": 10, "chunk_cost": (0.0, 0.0, 1.0, -1.0)}, "chunk_cost e"),
+        ({"chunk_budget_ns": 10, "chunk_cost": (0.5, 0.0, 2.0, 9.0)}, "chunk_budget_ns is 10; it must be at least 12"),
         ({"groups": [_core.PagedGroup(page_tokens=1 << 17, num_pages=9, sources=[(1, 8)])]}, "page_tokens"),
         (
             {

@@ -1,7 +1,9 @@
 //! `CoreConfig`, `PagedGroup`, `StateGroup`: the scheduler's configuration as Python writes it.
 
 use deepinfer_kvindex::Root;
-use deepinfer_scheduler::{Config, EngineType, GroupSpec, HitRule, Limits, Policy, Source};
+use deepinfer_scheduler::{
+    ChunkCost, ChunkPolicy, Config, EngineType, GroupSpec, HitRule, Limits, Policy, Source, StepPolicy,
+};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -71,6 +73,34 @@ fn group_spec(group: &Bound<'_, PyAny>) -> PyResult<GroupSpec> {
     Err(PyTypeError::new_err(format!("a KV group is a PagedGroup or a StateGroup, not {}", group.get_type())))
 }
 
+fn step_policy_named(py: Python<'_>, name: Option<&str>) -> PyResult<Option<StepPolicy>> {
+    match name {
+        None => Ok(None),
+        Some("mixed") => Ok(Some(StepPolicy::Mixed)),
+        Some("decode_first") => Ok(Some(StepPolicy::DecodeFirst)),
+        Some(other) => {
+            let text = format!("step_policy is {other:?}; use \"mixed\", \"decode_first\" or None");
+            Err(error::named(py, "ConfigError", text))
+        }
+    }
+}
+
+fn chunk_policy(
+    py: Python<'_>,
+    tokens: u32,
+    budget_ns: Option<u64>,
+    (a, b, d, e): (f64, f64, f64, f64),
+) -> PyResult<ChunkPolicy> {
+    match budget_ns {
+        None => Ok(ChunkPolicy::Tokens(tokens)),
+        Some(_) if tokens > 0 => {
+            let text = "max_chunk_tokens and chunk_budget_ns are both given; a chunk has one limit".to_owned();
+            Err(error::named(py, "ConfigError", text))
+        }
+        Some(budget_ns) => Ok(ChunkPolicy::Time { budget_ns, cost: ChunkCost { a, b, d, e } }),
+    }
+}
+
 /// Everything a core is built from. Values are checked together by `Core`.
 #[pyclass(frozen, module = "deepinfer._core")]
 pub struct CoreConfig {
@@ -83,6 +113,7 @@ impl CoreConfig {
     #[pyo3(signature = (
         *, groups, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft = 0, ring_slots = 3,
         max_in_flight = 1, device_ordered = false, prefix_caching = true, event_capacity = 0, max_chunk_tokens = 0, chunk_align = 1,
+        step_policy = None, all_interval = 70, any_interval = 100, chunk_budget_ns = None, chunk_cost = (0.0, 0.0, 0.0, 0.0),
         bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, handover_lease_ns = 60_000_000_000,
         engine_type = "normal", hit_rule = "all", model = "", revision = "",
         weight_format = "", kv_format = "", numerics = "", hit_policy = "exact", salt = Vec::new()
@@ -104,6 +135,11 @@ impl CoreConfig {
         event_capacity: usize,
         max_chunk_tokens: u32,
         chunk_align: u32,
+        step_policy: Option<&str>,
+        all_interval: u32,
+        any_interval: u32,
+        chunk_budget_ns: Option<u64>,
+        chunk_cost: (f64, f64, f64, f64),
         bypass: u32,
         headroom_tokens: u32,
         kv_lease_ns: u64,
@@ -130,6 +166,8 @@ impl CoreConfig {
                 ));
             }
         };
+        let step_policy = step_policy_named(py, step_policy)?;
+        let chunk = chunk_policy(py, max_chunk_tokens, chunk_budget_ns, chunk_cost)?;
         let engine = match engine_type {
             "normal" => EngineType::Normal,
             "prompt" => EngineType::Prompt,
@@ -152,7 +190,10 @@ impl CoreConfig {
                 groups,
                 limits: Limits { max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft },
                 policy: Policy {
-                    max_chunk_tokens,
+                    step_policy,
+                    all_interval,
+                    any_interval,
+                    chunk,
                     chunk_align,
                     bypass,
                     headroom_tokens,

@@ -90,6 +90,7 @@ impl Scheduler {
 
     fn room_for_one(&self, budget: u32) -> bool {
         budget > 0
+            && !self.chunks.is_spent()
             && self.lanes.len() < self.limits.max_num_seqs as usize
             && self.kv.available() + self.held_waiting() > 0
             && self.kv.states.available(self.kv.now) + self.held_waiting() > 0
@@ -272,7 +273,7 @@ impl Scheduler {
             arrival: cold.arrival,
         };
         let lane = self.lanes.push(&new, &mut self.seqs);
-        let rows = self.chunk(lane, budget);
+        let rows = self.first_chunk(lane, budget);
         self.lanes.rows[lane] = rows;
         self.commands.admitted.push([slot.0 as i32, seq.index as i32, seq.generation as i32, done as i32]);
         if self.geometry.has_state && !keeps_state {

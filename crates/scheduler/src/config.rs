@@ -1,6 +1,8 @@
 //! What a scheduler is built for: KV groups, limits, policy; checked once, with an error that says what to change.
 
+use crate::chunk_policy::ChunkPolicy;
 use crate::roles::EngineType;
+use crate::step_type::StepPolicy;
 use deepinfer_kvindex::{Event, Root};
 use thiserror::Error;
 
@@ -76,10 +78,16 @@ pub struct Limits {
 }
 
 /// Choices that change order and timing, never tokens.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Policy {
-    /// Longest prefill chunk of one sequence and step; 0 = the token budget.
-    pub max_chunk_tokens: u32,
+    /// How prompt and decode rows share steps; by default mixed without a rank group, decode first with one.
+    pub step_policy: Option<StepPolicy>,
+    /// Decode-first: decode steps after which prefill is tried if every rank wants it.
+    pub all_interval: u32,
+    /// Decode-first: decode steps after which prefill is tried if any rank wants it.
+    pub any_interval: u32,
+    /// Size of prefill chunks.
+    pub chunk: ChunkPolicy,
     /// Chunk cuts end on a multiple of this; 1 = anywhere.
     pub chunk_align: u32,
     /// Others that may pass a waiting head which lacks resources, before resources are kept for it.
@@ -97,7 +105,10 @@ pub struct Policy {
 impl Default for Policy {
     fn default() -> Self {
         Self {
-            max_chunk_tokens: 0,
+            step_policy: None,
+            all_interval: 70,
+            any_interval: 100,
+            chunk: ChunkPolicy::default(),
             chunk_align: 1,
             bypass: 16,
             headroom_tokens: 16,
@@ -185,6 +196,17 @@ pub enum ConfigError {
         /// First value that does not fit.
         below: u64,
     },
+    /// A coefficient of the chunk cost that no cost has.
+    #[error("chunk_cost {what} is {value}; give four finite numbers of nanoseconds, none below 0, and a or d above 0")]
+    ChunkCost {
+        /// Name of the coefficient.
+        what: &'static str,
+        /// Given value.
+        value: String,
+    },
+    /// Steps of a rank group hold one kind of rows.
+    #[error("step_policy is mixed, which a rank group cannot have: make it decode_first, or leave it out")]
+    MixedGroup,
     /// The tables alone would not fit the memory of this machine.
     #[error(
         "the scheduler's own tables would take {0} bytes, which cannot be had: lower max_num_seqs, max_model_len, num_pages or \
@@ -366,6 +388,12 @@ impl Config {
         below("ring_slots", self.ring_slots.into(), 64)?;
         at_least("max_in_flight", self.max_in_flight.into(), 1)?;
         below("max_in_flight", self.max_in_flight.into(), 3)?;
-        at_least("chunk_align", self.policy.chunk_align.into(), 1)
+        at_least("chunk_align", self.policy.chunk_align.into(), 1)?;
+        at_least("all_interval", self.policy.all_interval.into(), 1)?;
+        at_least("any_interval", self.policy.any_interval.into(), 1)?;
+        match self.policy.chunk {
+            ChunkPolicy::Tokens(_) => Ok(()),
+            ChunkPolicy::Time { budget_ns, cost } => cost.check(budget_ns),
+        }
     }
 }

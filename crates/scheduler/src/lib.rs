@@ -10,6 +10,8 @@
 //! One owner calls [`Scheduler`] with `&mut self`; every other thread talks to it through its [`Inbox`].
 
 mod admit;
+mod agreed;
+mod chunk_policy;
 mod complete;
 mod config;
 mod end;
@@ -31,9 +33,14 @@ mod publish;
 mod ring;
 mod roles;
 mod scheduler;
+mod step_type;
+mod sync;
+mod thread_vote;
 mod transfers;
+mod vote;
 mod waiting;
 
+pub use chunk_policy::{ChunkCost, ChunkPolicy, MAX_TIMED_ROWS};
 pub use config::{Config, ConfigError, GroupSpec, HitRule, Limits, Policy, Section, SlotMap, Source};
 pub use error::{StepError, TransferError};
 pub use inbox::{Inbox, Outcome};
@@ -46,7 +53,10 @@ pub use prepared::{PrepFlags, Prepared, Reject};
 pub use ring::{FieldView, LayoutError, POISON, RingView};
 pub use roles::EngineType;
 pub use scheduler::{Counters, Info, Scheduler};
+pub use step_type::{StepPolicy, StepType};
+pub use thread_vote::ThreadVote;
 pub use transfers::{Load, Save};
+pub use vote::{GroupError, OneRank, StepVote, VOTE_WORDS, VoteWords};
 
 pub use deepinfer_kvindex::{
     Block, BlockHash, Counts, Event, Extra, ExtraKind, Part, Root, Seq, StateSlot, StepId, Tier, TransferId,

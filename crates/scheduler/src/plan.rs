@@ -157,6 +157,7 @@ impl Scheduler {
         self.kv.launched = StepId(self.step);
         self.kv.retire();
         self.read_mail();
+        self.chunks = self.policy.chunk.begin(i64::MAX);
     }
 
     pub(crate) fn launched(&mut self, slot: usize) {
@@ -358,19 +359,34 @@ impl Scheduler {
             }
             // One row is kept for each lane behind this one.
             let behind = (self.lanes.len() - 1 - lane) as u32;
-            let rows = self.chunk(lane, left.saturating_sub(behind).max(left.min(1)));
+            let rows = self.take_chunk(lane, left.saturating_sub(behind).max(left.min(1)));
             self.lanes.rows[lane] = rows;
             left -= rows;
         }
         left
     }
 
+    /// Rows of the next chunk of a lane in prefill, taken from the step's budget of chunks.
+    fn take_chunk(&mut self, lane: usize, most: u32) -> u32 {
+        let planned = self.lanes.planned[lane];
+        let rows = self.chunk(lane, most.min(self.chunks.rows(planned)));
+        self.chunks.take(rows, planned);
+        rows
+    }
+
+    /// The same for a sequence that is just admitted: one row at least.
+    pub(crate) fn first_chunk(&mut self, lane: usize, most: u32) -> u32 {
+        let planned = self.lanes.planned[lane];
+        let rows = self.chunk(lane, most.min(self.chunks.rows(planned).max(1)));
+        self.chunks.take(rows, planned);
+        rows
+    }
+
     /// Rows of the next chunk of a lane in prefill; at least 1 if `most` is and not all of its prefill is in flight.
-    pub(crate) fn chunk(&self, lane: usize, most: u32) -> u32 {
+    fn chunk(&self, lane: usize, most: u32) -> u32 {
         let planned = self.lanes.planned[lane];
         let target = self.fork_stop(lane).unwrap_or(self.lanes.target[lane]);
-        let cap = if self.policy.max_chunk_tokens > 0 { self.policy.max_chunk_tokens } else { u32::MAX };
-        let rows = (target - planned).min(most).min(cap);
+        let rows = (target - planned).min(most);
         if planned + rows == target {
             return rows;
         }

@@ -1,5 +1,6 @@
 //! The scheduler itself: its parts, and what can be asked of it between steps.
 
+use crate::chunk_policy::ChunkBudget;
 use crate::config::{Config, ConfigError, Geometry, HitRule, Limits, Policy, Section, SlotMap};
 use crate::error::StepError;
 use crate::fill::Commands;
@@ -91,6 +92,8 @@ pub struct Scheduler {
     /// Of the steps in flight: that of step `n` at `n mod 2`.
     pub(crate) launches: [Launch; 2],
     pub(crate) max_in_flight: u64,
+    /// What is left of the prompt rows of the step being planned.
+    pub(crate) chunks: ChunkBudget,
     /// Newest planned step.
     pub(crate) step: u64,
     /// Newest step that completed or failed.
@@ -162,6 +165,7 @@ impl Scheduler {
             commands: Commands::with_capacity(seqs, layout.clones),
             launches: [Launch::with_capacity(seqs), Launch::with_capacity(seqs)],
             max_in_flight: config.max_in_flight.into(),
+            chunks: config.policy.chunk.begin(i64::MAX),
             step: 0,
             completed: 0,
             ended: Vec::with_capacity(seqs),

@@ -6,7 +6,7 @@
 mod common;
 
 use common::{Rig, config, prompt};
-use deepinfer_scheduler::{Outcome, Prepared, Seq, Status};
+use deepinfer_scheduler::{ChunkPolicy, Outcome, Prepared, Seq, Status};
 use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, RngAlgorithm, TestRng, TestRunner};
 
@@ -104,7 +104,7 @@ fn a_block_queued_before_a_preemption_is_not_published_before_it_is_computed_aga
     // Eight sequences fill their first block in one step; the hash budget is one block a step. Two of them are preempted in
     // the next step, lose the block to others and compute it again, a token at a time, while it is still in the queue.
     let mut c = config(16, 13, 8, 64);
-    c.policy.max_chunk_tokens = 1;
+    c.policy.chunk = ChunkPolicy::Tokens(1);
     let mut rig = Rig::new(&c);
     let seqs: Vec<Seq> = (0..8).map(|i| rig.add_long(&prompt(i, 15), 60)).collect();
     while rig.scheduler.snapshot().preemptions == 0 {

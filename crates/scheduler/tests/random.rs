@@ -7,7 +7,7 @@ mod common;
 
 use common::{EOS, Rig, config, paged, prompt, state, values};
 use deepinfer_scheduler::{
-    Block, Config, Finish, HitRule, Load, Metrics, Outcome, PrepFlags, Prepared, Save, Seq, Status, Tier,
+    Block, ChunkPolicy, Config, Finish, HitRule, Load, Metrics, Outcome, PrepFlags, Prepared, Save, Seq, Status, Tier,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, RngAlgorithm, TestRng, TestRunner};
@@ -89,7 +89,7 @@ impl Shape {
         let mut c = config(self.block, self.pages, self.seqs, self.tokens);
         c.limits.max_model_len = MAX_LEN;
         c.limits.max_draft = self.draft;
-        c.policy.max_chunk_tokens = self.chunk;
+        c.policy.chunk = ChunkPolicy::Tokens(self.chunk);
         c.policy.chunk_align = self.align;
         c.policy.headroom_tokens = self.headroom;
         c.policy.bypass = u32::from(self.bits % 3);
