@@ -190,6 +190,7 @@ class Transfer(TypedDict):
 
     transfer: int
     blocks: memoryview  # int32 block ids, first block first
+    pages: list[memoryview]  # int32 page ids of these blocks in each paged group
     state_slot: int
     tokens: int  # positions in all
     present: NotRequired[int]  # loads: leading positions that are in place already

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, OnceLock};
 
 use deepinfer_scheduler::{
-    Extra, Inbox, Outcome, PrepFlags, Prepared, RingView, Scheduler, Seq, SlotMap, StepError, StepId,
+    Extra, Inbox, Outcome, PrepFlags, Prepared, RingView, Scheduler, Seq, SlotMap, StepError, StepId, TransferError,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -311,13 +311,23 @@ impl Core {
     }
 
     fn begin_save<'py>(&self, py: Python<'py>, seq: u64) -> PyResult<Bound<'py, PyDict>> {
-        let save = self.with(py, |inner| inner.scheduler.begin_save(Seq::from_u64(seq)))?;
-        transfers::save(py, &save.map_err(|refused| error::raise(py, &refused))?)
+        let save = self.with(py, |inner| {
+            let save = inner.scheduler.begin_save(Seq::from_u64(seq))?;
+            let pages = transfers::pages(&inner.scheduler, &save.blocks);
+            Ok((save, pages))
+        })?;
+        let (save, pages) = save.map_err(|refused: TransferError| error::raise(py, &refused))?;
+        transfers::save(py, &save, &pages)
     }
 
     fn begin_load<'py>(&self, py: Python<'py>, seq: u64, tokens: u32) -> PyResult<Bound<'py, PyDict>> {
-        let load = self.with(py, |inner| inner.scheduler.begin_load(Seq::from_u64(seq), tokens))?;
-        transfers::load(py, &load.map_err(|refused| error::raise(py, &refused))?)
+        let load = self.with(py, |inner| {
+            let load = inner.scheduler.begin_load(Seq::from_u64(seq), tokens)?;
+            let pages = transfers::pages(&inner.scheduler, &load.blocks);
+            Ok((load, pages))
+        })?;
+        let (load, pages) = load.map_err(|refused: TransferError| error::raise(py, &refused))?;
+        transfers::load(py, &load, &pages)
     }
 
     fn transfer_ended(&self, py: Python<'_>, transfer: u64, ok: bool) -> PyResult<()> {

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,6 +15,8 @@ from deepinfer.engine import environ
 from deepinfer.errors import ConfigError, UnsupportedFormatError
 from deepinfer.platforms import Platform, get_platform
 
+EngineType = Literal["normal", "prompt", "completion"]
+TransferKind = Literal["shm", "tcp"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 QUANTIZATIONS = ("fp8", "gguf")
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -59,6 +61,12 @@ class EngineConfig:
         seed: start of the seeds of requests that bring none.
         load_format: ``auto``, ``safetensors``, ``gguf``, or ``dummy`` (random weights from a configuration alone).
         trust_remote_code: refused.
+        engine_type: ``normal``; ``prompt`` computes prompts and first tokens and hands the sequences over; ``completion`` goes on with
+            such sequences. See `PrefillDecodePair` for one of each.
+        kv_transfer: how KV goes from one to the other: ``shm`` (shared memory, one machine) or ``tcp``.
+        kv_transfer_address: ``host:port`` at which a prompt engine offers KV over TCP; port 0 = any free one.
+        kv_transfer_token: shared secret of the engines that hand over to each other, at least 16 bytes.
+        handover_lease: seconds that a hand-over may take; what is held for it is free after that.
         num_threads: torch threads; ``None`` = ``DEEPINFER_NUM_THREADS``, else torch's choice.
         quiet: leave the capacity report out; ``None`` = ``DEEPINFER_QUIET``.
 
@@ -85,6 +93,11 @@ class EngineConfig:
     seed: int = 0
     load_format: LoadFormat = "auto"
     trust_remote_code: bool = False
+    engine_type: EngineType = "normal"
+    kv_transfer: TransferKind = "shm"
+    kv_transfer_address: str = "127.0.0.1:0"
+    kv_transfer_token: bytes | None = field(default=None, repr=False)
+    handover_lease: float = 60.0
     num_threads: int | None = None
     quiet: bool | None = None
 
@@ -117,6 +130,7 @@ class EngineConfig:
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         self._check_memory()
+        self._check_role()
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and seqs > tokens:
             raise ConfigError(
@@ -129,6 +143,21 @@ class EngineConfig:
         if name != "auto" and name not in DTYPES:
             raise ConfigError(f"dtype must be 'auto', 'float32', 'bfloat16' or 'float16', got {self.dtype!r}")
         object.__setattr__(self, "dtype", name)
+
+    def _check_role(self) -> None:
+        if self.engine_type not in get_args(EngineType):
+            raise ConfigError(f"engine_type must be one of {', '.join(get_args(EngineType))}, got {self.engine_type!r}")
+        if self.kv_transfer not in get_args(TransferKind):
+            raise ConfigError(f"kv_transfer must be one of {', '.join(get_args(TransferKind))}, got {self.kv_transfer!r}")
+        host, _, port = str(self.kv_transfer_address).rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(f"kv_transfer_address must be host:port, got {self.kv_transfer_address!r}")
+        token = self.kv_transfer_token
+        if token is not None and (not isinstance(token, bytes) or len(token) < 16):
+            raise ConfigError("kv_transfer_token must be at least 16 bytes; take random ones")
+        lease = self.handover_lease
+        if not isinstance(lease, int | float) or isinstance(lease, bool) or not 0.001 <= lease <= 3600:
+            raise ConfigError(f"handover_lease must be between 0.001 and 3600 seconds, got {lease!r}")
 
     def _check_memory(self) -> None:
         fraction, alias = self.kv_memory_fraction, self.gpu_memory_utilization

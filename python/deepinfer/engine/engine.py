@@ -22,17 +22,22 @@ from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.hooks import Admission, EngineHooks
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
+from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
 from deepinfer.engine.tokenizer import check_token_ids
 from deepinfer.errors import (
     ConfigError,
+    DeepInferError,
     EmptyPromptError,
     EngineDeadError,
+    HandoverError,
     InvalidRequestError,
     PromptTooLongError,
     StepFailedError,
     StepOrderError,
 )
 from deepinfer.kernels import KERNEL_SET
+from deepinfer.kvcache.handover import Handover
+from deepinfer.kvcache.layout import KvLayout
 from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, PagedGroup, StateGroup
 from deepinfer.outputs import FinishReason
@@ -43,7 +48,8 @@ from deepinfer.worker.sampling_state import RowSampling
 
 _RING_SLOTS = 3
 _OUTPUT_WORDS = _core.OUTPUT_WORDS
-_FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort", "error")
+_FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort", "error", None)
+_HANDOVER = 5
 # Words of an output row, see docs/architecture.md.
 _O_INDEX, _O_GENERATION, _O_SLOT, _O_FIRST, _O_COUNT, _O_FINISH, _O_FLAGS, _O_ROW = range(8)
 
@@ -60,6 +66,7 @@ class _Answer:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
     told: bool = False
+    produced: int = 0  # leading output tokens that another engine made and told
 
 
 @dataclass
@@ -119,6 +126,9 @@ class Engine(EngineHooks):
         self._requests: dict[str, list[int]] = {}
         self._handle_of_slot: NDArray[np.uint64] = np.zeros(self._num_slots, np.uint64)
         self._closed = False
+        self._idle = False
+        self._layout = KvLayout(self._kv_identity(), paged, state)
+        self._role = make_role(config, self._core, self._runner, self, self._layout, self.run.max_num_seqs)
         self.init_pd_split()
         gc.collect()
         gc.freeze()  # weights and modules live for the process: later collections need not walk them
@@ -133,7 +143,8 @@ class Engine(EngineHooks):
             for g, pages in zip(paged, self.plan.num_pages, strict=True)
         ]
         groups += [_core.StateGroup(stored=s.stored, dropped=s.dropped, replicas=s.replicas, ring=s.ring, cut=s.cut) for s in state]
-        dtype = str(self.run.dtype).removeprefix("torch.")
+        lease_ns = int(self.config.handover_lease * 1e9)
+        identity = self._kv_identity()
         return _core.CoreConfig(
             groups=groups,
             max_num_seqs=self.run.max_num_seqs,
@@ -143,12 +154,26 @@ class Engine(EngineHooks):
             ring_slots=_RING_SLOTS,
             device_ordered=True,
             prefix_caching=self.config.enable_prefix_caching,
-            model=self.resolved.model_id,
-            revision=self.resolved.revision,
-            weight_format="dummy" if self.config.load_format == "dummy" else self.resolved.weight_format,
-            kv_format=dtype,
-            numerics=f"{self.run.platform.name}/{KERNEL_SET}/{dtype}",
+            engine_type=self.config.engine_type,
+            kv_lease_ns=lease_ns,
+            handover_lease_ns=lease_ns,
+            model=identity["model"],
+            revision=identity["revision"],
+            weight_format=identity["weights"],
+            kv_format=identity["dtype"],
+            numerics=identity["numerics"],
         )
+
+    def _kv_identity(self) -> dict[str, str]:
+        """What KV values depend on besides tokens and the shapes of the groups."""
+        dtype = str(self.run.dtype).removeprefix("torch.")
+        return {
+            "model": self.resolved.model_id,
+            "revision": self.resolved.revision,
+            "weights": f"dummy {self.config.seed}" if self.config.load_format == "dummy" else self.resolved.weight_format,
+            "dtype": dtype,
+            "numerics": f"{self.run.platform.name}/{KERNEL_SET}/{dtype}",
+        }
 
     def _make_runner(self, paged: Sequence[PagedGroup], state: Sequence[StateGroup]) -> ModelRunner:
         block = paged[0].page_tokens
@@ -184,14 +209,59 @@ class Engine(EngineHooks):
             InvalidRequestError: it could never run, or its id is in use; requests in flight are not disturbed.
             EngineDeadError: the engine is closed.
         """
+        self._add(request)
+
+    def take_over(self, record: bytes) -> None:
+        """Goes on with a request that a prompt engine handed over under ``record`` (see `deepinfer.kvcache.handover`).
+
+        Its owner is told to let go on every way out, this call's refusals included.
+
+        Raises:
+            HandoverError: this engine does not take over, the record cannot be read, or its KV means something else here.
+            InvalidRequestError: as for :meth:`add_request`.
+        """
         self._check_open()
-        if request.request_id in self._requests:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
+        role = self._role
+        if not isinstance(role, CompletionRole):
+            raise HandoverError(f"an engine of type {self.config.engine_type!r} does not take over; send this to a completion engine")
+        made = Handover.from_bytes(record)
+        try:
+            role.check(made)
+            self._check_new(made.request_id)
+        except Exception:
+            role.refuse(made.ticket)
+            raise
+        request = EngineRequest(
+            request_id=made.request_id,
+            prompt_ids=list(made.prompt_ids),
+            params=made.params,
+            max_new=made.max_new,
+            eos_ids=made.eos_ids,
+            seeds=(made.seed,),
+            bad_word_ids=made.bad_word_ids,
+            stream=made.stream,
+            salt=made.salt,
+            priority=made.priority,
+            arrival=time.monotonic(),
+        )
+        role.admit(made, lambda number: self._add(request, made, number))
+
+    def _check_new(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
+
+    def _add(self, request: EngineRequest, made: Handover | None = None, user: int = 0) -> int:
+        self._check_open()
+        self._check_new(request.request_id)
         p = request.params
         if len(request.seeds) != p.n:
             raise InvalidRequestError(f"{len(request.seeds)} seeds were given for n={p.n} answers; give one for each")
+        produced = [] if made is None else list(made.produced)
         handles: list[int] = self._core.add(
-            request.prompt_ids,
+            request.prompt_ids + produced,
+            produced=len(produced),
+            wait_kv=made is not None,
+            user=user,
             max_new_tokens=request.max_new,
             min_new_tokens=p.min_tokens,
             eos_ids=list(request.eos_ids),
@@ -205,19 +275,24 @@ class Engine(EngineHooks):
         )
         for index, handle in enumerate(handles):
             row = RowSampling(p, request.seeds[index], request.prompt_ids, () if p.ignore_eos else request.eos_ids, request.bad_word_ids)
-            answer = _Answer(request, index, row, Timing(arrival=request.arrival or time.monotonic()))
+            answer = _Answer(request, index, row, Timing(arrival=request.arrival or time.monotonic()), produced=len(produced))
             answer.logprobs = None if p.logprobs is None else []
             if p.prompt_logprobs is not None and index == 0:
                 answer.prompt_logprobs = [None] * len(request.prompt_ids)
             self._answers[handle] = answer
         self._requests[request.request_id] = list(handles)
         self.counters.requests += 1
+        return handles[0]
 
     def abort(self, request_id: str) -> None:
         """Ends all answers of a request at once; no delta of it follows. Unknown and finished ids are ignored."""
         for handle in self._requests.pop(request_id, ()):
             if self._answers.pop(handle, None) is not None:
                 self._core.abort(handle)
+                if self._role is not None:
+                    self._role.forget(handle)
+        if self._role is not None:
+            self._role.abort(request_id)
 
     def stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
         """Ends one answer after its first ``num_tokens`` tokens, because a stop string was found; no delta of it follows."""
@@ -229,8 +304,19 @@ class Engine(EngineHooks):
                 return
 
     def has_unfinished(self) -> bool:
-        """Whether any request has not ended."""
-        return bool(self._answers)
+        """Whether any request has not ended, or memory of one that was handed over has not come back."""
+        return bool(self._answers) or (self._role is not None and self._role.busy)
+
+    def rest(self) -> tuple[int, float] | None:
+        """After a step with nothing to run: a descriptor that becomes readable when a hand-over has moved on, and the seconds after
+        which to step anyway. ``None``: step on."""
+        if self._role is None or not self._idle:
+            return None
+        wake, seconds = self._role.rest()
+        lease = self._core.next_lease_ns()
+        if lease is not None:
+            seconds = min(seconds, max(lease - time.monotonic_ns(), 0) / 1e9)
+        return wake, seconds
 
     # Steps
 
@@ -242,18 +328,20 @@ class Engine(EngineHooks):
         """
         self._check_open()
         try:
+            news = self._move_handovers()
             begin = time.perf_counter()
             slot = self._core.schedule(time.monotonic_ns())
             planned = time.perf_counter()
             self.counters.schedule_s += planned - begin
+            self._idle = slot < 0
             if slot < 0:
                 self._core.flush()
-                return self._deltas()
+                return news + self._deltas()
             try:
                 self.post_schedule(slot)
                 result = self._runner.execute(slot)
             except Exception as e:
-                return self._fail(slot, e)
+                return news + self._fail(slot, e)
             executed = time.perf_counter()
             self._core.complete(slot, time.monotonic_ns())
             completed = time.perf_counter()
@@ -262,10 +350,24 @@ class Engine(EngineHooks):
                 self._keep_logprobs(result, result.logprobs)
             for piece in result.prompt_logprobs:
                 self._keep_prompt_logprobs(piece.state_slot, piece.start, piece.values)
-            return self._deltas()
+            return news + self._deltas()
         except KeyboardInterrupt:
             self._interrupted()
             raise
+
+    def _move_handovers(self) -> list[SequenceDelta]:
+        """What became of sequences on their way to or from another engine."""
+        if self._role is None:
+            return []
+        if isinstance(self._role, PromptRole):
+            return self._role.poll()
+        news = []
+        for handle, error in self._role.poll():
+            answer = self._answers.get(handle)
+            if answer is not None:
+                news.append(SequenceDelta(answer.request.request_id, answer.index, [], timing=answer.timing).failed(error))
+                self._forget(handle, answer)
+        return news
 
     def _deltas(self, error: str | None = None) -> list[SequenceDelta]:
         """Deltas of the rows that somebody must look at."""
@@ -277,15 +379,15 @@ class Engine(EngineHooks):
         for row in rows.tolist():
             handle = (row[_O_GENERATION] & 0xFFFFFFFF) << 32 | (row[_O_INDEX] & 0xFFFFFFFF)
             answer = self._answers.get(handle)
-            if answer is not None:
-                deltas.append(self._delta(handle, answer, row, error))
+            if answer is not None and (delta := self._delta(handle, answer, row, error)) is not None:
+                deltas.append(delta)
         return deltas
 
-    def _delta(self, handle: int, answer: _Answer, row: list[int], error: str | None) -> SequenceDelta:
+    def _delta(self, handle: int, answer: _Answer, row: list[int], error: str | None) -> SequenceDelta | None:
         finish = _FINISH[row[_O_FINISH]]
         request = answer.request
         if not _streams(request):
-            tokens = self._output(handle)
+            tokens = self._output(handle)[answer.produced :]
         elif row[_O_COUNT] == 1:
             tokens = [row[_O_FIRST]]
         else:
@@ -300,11 +402,26 @@ class Engine(EngineHooks):
             answer.timing.first_token = info["first_token_ns"] / 1e9
         answer.timing.last_token = time.monotonic()
         delta.timing = replace(answer.timing)
+        if row[_O_FINISH] == _HANDOVER:
+            self._forget(handle, answer)
+            return self._hand_over(handle, request, delta)
         if finish is not None:
             if finish == "error":
-                delta.error = error or "the engine ended this request"
+                late = self._role.late(handle) if isinstance(self._role, CompletionRole) else None
+                if late is not None:
+                    delta.error_kind = HandoverError.__name__
+                delta.error = error or late or "the engine ended this request"
             self._forget(handle, answer)
         return delta
+
+    def _hand_over(self, handle: int, request: EngineRequest, delta: SequenceDelta) -> SequenceDelta | None:
+        """Gives a sequence to the prompt role, which tells of it when it can be taken over; an error is told at once."""
+        assert isinstance(self._role, PromptRole)
+        try:
+            self._role.hand_over(handle, request, delta)
+        except DeepInferError as e:
+            return delta.failed(e)
+        return None
 
     def _admitted(self, handle: int, state_slot: int) -> tuple[RowSampling, Sequence[int]]:
         """The runner's question when the core has given a sequence a state slot."""
@@ -312,7 +429,8 @@ class Engine(EngineHooks):
         answer = self._answers[handle]
         if not answer.timing.scheduled and (info := self._core.info(handle)) is not None:
             answer.timing.scheduled = info["admitted_ns"] / 1e9
-            answer.cached_tokens = info["cached_tokens"]
+            if not answer.produced:
+                answer.cached_tokens = info["cached_tokens"]
         return answer.sampling, self._output(handle)
 
     def _restored(self, handle: int, state_slot: int, tokens: int) -> None:
@@ -372,6 +490,8 @@ class Engine(EngineHooks):
 
     def _forget(self, handle: int, answer: _Answer) -> None:
         self._answers.pop(handle, None)
+        if self._role is not None:
+            self._role.forget(handle)
         handles = self._requests.get(answer.request.request_id)
         if handles is not None:
             handles.remove(handle)
@@ -408,8 +528,10 @@ class Engine(EngineHooks):
         with suppress(EngineDeadError):  # a core that stopped after a fault has nothing to abort
             self.abort_all()
         self._closed = True
+        if self._role is not None:
+            self._role.close()
         self._core.close()
-        del self._runner, self.model
+        del self._role, self._runner, self.model
         gc.unfreeze()
         gc.collect()
         if self.run.platform.name == "cuda":

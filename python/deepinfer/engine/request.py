@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer.errors import DeepInferError
 from deepinfer.outputs import FinishReason
 from deepinfer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer import _core
 
 
 class TokenLogprobs(NamedTuple):
@@ -84,7 +88,9 @@ class SequenceDelta:
         prompt_logprobs: with the first delta of answer 0 when ``params.prompt_logprobs`` is set: one entry per prompt
             position, ``None`` for the first.
         cached_tokens: prompt tokens that came from the prefix cache at the first admission.
-        error: message when ``finish_reason`` is ``"error"``.
+        error: message when ``finish_reason`` is ``"error"``; ``error_kind``: its class in `deepinfer.errors`, where it has one.
+        handover: of a prompt engine, with its only delta: the record under which another engine goes on
+            (see `deepinfer.kvcache.handover`). Nothing follows it here.
     """
 
     request_id: str
@@ -96,6 +102,14 @@ class SequenceDelta:
     cached_tokens: int = 0
     timing: Timing = field(default_factory=Timing)
     error: str | None = None
+    error_kind: str | None = None
+    handover: bytes | None = None
+
+    def failed(self, error: DeepInferError) -> SequenceDelta:
+        """The answer's end with an error, after what was told before this delta."""
+        return SequenceDelta(
+            self.request_id, self.index, [], "error", timing=self.timing, error=str(error), error_kind=type(error).__name__
+        )
 
 
 class EngineLike(Protocol):
@@ -118,6 +132,16 @@ class EngineLike(Protocol):
 
     def has_unfinished(self) -> bool:
         """Whether a step could make progress."""
+
+    def rest(self) -> tuple[int, float] | None:
+        """After a step with nothing to do: a descriptor that becomes readable when there is, and the seconds after which to step
+        anyway. ``None``: step on."""
+
+    def take_over(self, record: bytes) -> None:
+        """Goes on with a request that a prompt engine handed over. Raises as ``add_request`` does, or HandoverError."""
+
+    def core_counts(self) -> _core.Counts:
+        """Blocks and state slots by state."""
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits float32 ``[len(token_ids), vocab_size]`` of every position in one forward, outside the running batch."""

@@ -81,6 +81,8 @@ class EngineLoop:
                 deltas = engine.step()
                 if deltas:
                     self.send(wire.Deltas(deltas))
+                elif (rest := engine.rest()) is not None:
+                    self._wait(*rest)
                 self._flush()
             else:
                 self._wait()
@@ -92,6 +94,11 @@ class EngineLoop:
                     engine.add_request(request)
                 except Exception as e:
                     self.send(wire.Rejected(request.request_id, wire.ErrorData.of(e)))
+            case wire.TakeOver(request_id, record):
+                try:
+                    engine.take_over(record)
+                except Exception as e:
+                    self.send(wire.Rejected(request_id, wire.ErrorData.of(e)))
             case wire.Abort(request_id):
                 engine.abort(request_id)
             case wire.StopAt(request_id, index, num_tokens):
@@ -101,6 +108,8 @@ class EngineLoop:
                     self.send(wire.LogitsDone(call, engine.logits(token_ids)))
                 except Exception as e:
                     self.send(wire.LogitsDone(call, None, wire.ErrorData.of(e)))
+            case wire.Count(call):
+                self.send(wire.Counted(call, engine.core_counts()))
             case wire.Close():
                 self.stop()
 
@@ -139,9 +148,10 @@ class EngineLoop:
             pass
         self._open = False  # the front closed its end
 
-    def _wait(self) -> None:
-        """Sleeps until there is something to read, or room for what is unsent."""
-        select.select([self._sock], [self._sock] if self._unsent else [], [], 1.0)
+    def _wait(self, wake_fd: int | None = None, seconds: float = 1.0) -> None:
+        """Sleeps until there is something to read (here or on ``wake_fd``), or room for what is unsent, but no longer than so."""
+        readable: list[Any] = [self._sock] if wake_fd is None else [self._sock, wake_fd]
+        select.select(readable, [self._sock] if self._unsent else [], [], seconds)
         self._flush()
         self._read()
 

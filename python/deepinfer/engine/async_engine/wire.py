@@ -10,13 +10,16 @@ import pickle
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer import errors
 from deepinfer.engine.request import EngineRequest, SequenceDelta
+
+if TYPE_CHECKING:
+    from deepinfer import _core
 
 LENGTH = struct.Struct("<Q")
 
@@ -35,6 +38,14 @@ class Add:
     """Queue a request."""
 
     request: EngineRequest
+
+
+@dataclass(slots=True)
+class TakeOver:
+    """Go on with a request that a prompt engine handed over; refused by :class:`Rejected`."""
+
+    request_id: str
+    record: bytes
 
 
 @dataclass(slots=True)
@@ -59,6 +70,13 @@ class Logits:
 
     call: int
     token_ids: list[int]
+
+
+@dataclass(slots=True)
+class Count:
+    """Count blocks and state slots; answered by :class:`Counted`."""
+
+    call: int
 
 
 @dataclass(slots=True)
@@ -118,6 +136,14 @@ class LogitsDone:
     call: int
     values: NDArray[np.float32] | None
     error: ErrorData | None = None
+
+
+@dataclass(slots=True)
+class Counted:
+    """Answer to :class:`Count`."""
+
+    call: int
+    counts: _core.Counts
 
 
 @dataclass(slots=True)

@@ -1,0 +1,176 @@
+"""What a completion engine does with a sequence that arrives.
+
+Owns: from a hand-over record to the sequence being ready to run, or the request being refused. Never touches: the front, the other engine.
+
+Blocks and slot are reserved first, then a thread fetches the payload into host memory, then it is copied to its pages ahead of the next
+step. Nobody but this engine writes to its pages, so a payload that comes too late is dropped on the host. Every way out of here, success
+included, ends in one release at the owner.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepinfer.engine.roles.device import PageCopies
+from deepinfer.engine.roles.mover import Mover
+from deepinfer.engine.roles.transport import Transport
+from deepinfer.errors import DeepInferError, HandoverError, KvLayoutError, TransferError
+from deepinfer.kvcache.handover import Handover
+from deepinfer.kvcache.layout import KvLayout
+
+if TYPE_CHECKING:
+    from deepinfer import _core
+    from deepinfer.worker.runner import ModelRunner
+
+_THREADS = 4
+_RETRY = 0.005
+"""Seconds between two tries to reserve blocks while nothing runs."""
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A sequence whose KV has not arrived."""
+
+    record: Handover
+    handle: int
+    transfer: _core.Transfer | None = None
+    payload: torch.Tensor | None = None
+    wanted: bool = True
+
+
+class CompletionRole:
+    """See the head of this file; one of an engine, on its step thread.
+
+    Args:
+        core, runner: the engine's.
+        layout: of the runner's KV.
+        transport: where payloads are fetched; closed with the role.
+        lease: seconds that the core lets a sequence wait for its KV.
+    """
+
+    def __init__(self, core: _core.Core, runner: ModelRunner, layout: KvLayout, transport: Transport, lease: float) -> None:
+        self._core, self._layout, self._transport, self._lease = core, layout, transport, lease
+        self._copies = PageCopies(runner, layout)
+        self._mover: Mover[_Incoming] = Mover(_THREADS)
+        self._incoming: dict[int, _Incoming] = {}
+        self._late: list[_Incoming] = []  # given up while a thread still fetches
+        self._tickets: dict[int, bytes] = {}  # by the number that the core knows a request under
+        self._numbers = itertools.count(1)
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are needed though no request is unfinished: until every block is back and every owner has been told."""
+        return bool(self._incoming or self._late or self._tickets)
+
+    def rest(self) -> tuple[int, float]:
+        """A descriptor that becomes readable when something has moved on, and the seconds after which to look anyway."""
+        reserving = any(i.transfer is None for i in self._incoming.values())
+        return self._mover.wake_fd, _RETRY if reserving or (self._tickets and not self._incoming and not self._late) else 1.0
+
+    def check(self, record: Handover) -> None:
+        """Refuses a record whose payload this engine cannot read.
+
+        Raises:
+            KvLayoutError: its KV means something else here.
+            HandoverError: its answer follows a grammar, which this engine has none of.
+        """
+        differences = self._layout.differences(record.layout)
+        if differences:
+            raise KvLayoutError(f"the KV of this request was made by another kind of engine: {'; '.join(differences)}")
+        if record.grammar is not None:
+            raise HandoverError(f"the answer follows the grammar {record.grammar!r}, which this engine does not have")
+
+    def refuse(self, ticket: bytes) -> None:
+        """Lets the owner of a payload go that no request here waits for."""
+        if ticket:
+            self._mover.send_off(lambda: self._transport.release(ticket))
+
+    def admit(self, record: Handover, add: Callable[[int], int]) -> int:
+        """Adds a checked record's sequence through ``add(number)``, which gives the core's handle or raises; gives the handle."""
+        number = next(self._numbers)
+        self._tickets[number] = record.ticket
+        handle = add(number)  # if it raises, the core names the number among its releases
+        self._incoming[handle] = _Incoming(record, handle)
+        return handle
+
+    def poll(self) -> list[tuple[int, DeepInferError]]:
+        """Moves arrivals on, ahead of the next schedule. Gives handles of sequences that ended here, and why."""
+        failed: list[tuple[int, DeepInferError]] = []
+        for incoming, result in self._mover.finished():
+            error = self._arrived(incoming, result)
+            if error is not None:
+                failed.append((incoming.handle, error))
+        for incoming in [i for i in self._incoming.values() if i.transfer is None]:
+            self._reserve(incoming)
+        for _, number in self._core.drain_remote_releases():
+            self.refuse(self._tickets.pop(number, b""))
+        return failed
+
+    def _reserve(self, incoming: _Incoming) -> None:
+        info = self._core.info(incoming.handle)
+        if info is None or info["status"] != "wait_kv":
+            return  # the core has not seen it yet, or has ended it
+        record, transport = incoming.record, self._transport
+        try:
+            transfer = self._core.begin_load(incoming.handle, record.computed)
+        except TransferError:
+            return  # no room now; its lease bounds how long this is tried
+        payload = self._copies.buffer(record.computed)
+        incoming.transfer, incoming.payload = transfer, payload
+        self._mover.submit(incoming, lambda: transport.pull(record.ticket, [payload]))
+
+    def _arrived(self, incoming: _Incoming, result: object) -> DeepInferError | None:
+        transfer, payload, record = incoming.transfer, incoming.payload, incoming.record
+        assert transfer is not None and payload is not None
+        if not incoming.wanted:
+            self._late.remove(incoming)
+            self._core.transfer_ended(transfer["transfer"], False)
+            return None
+        del self._incoming[incoming.handle]
+        error: DeepInferError | None = None
+        if isinstance(result, Exception):
+            error = result if isinstance(result, HandoverError) else HandoverError(f"its KV could not be fetched: {result}")
+        elif (info := self._core.info(incoming.handle)) is None or info["status"] != "wait_kv":
+            error = HandoverError(self._too_late())
+        elif result != record.digest():
+            error = HandoverError("the KV that came is that of another request")
+        else:
+            try:
+                self._copies.write(record.computed, transfer["pages"], transfer["state_slot"], payload, transfer["present"])
+            except Exception as e:
+                error = HandoverError(f"its KV could not be stored: {type(e).__name__}: {e}")
+        if error is not None:
+            self._core.abort(incoming.handle)  # first, so that the failed load does not have the prompt computed here
+        self._core.transfer_ended(transfer["transfer"], error is None)
+        return error
+
+    def late(self, handle: int) -> str | None:
+        """What to say of a sequence that the core ended while its KV was on the way; ``None`` if it was not."""
+        return self._too_late() if handle in self._incoming else None
+
+    def _too_late(self) -> str:
+        return f"its KV did not arrive within {self._lease:g} s"
+
+    def forget(self, handle: int) -> None:
+        """A sequence has ended: what is still on the way for it comes too late."""
+        incoming = self._incoming.pop(handle, None)
+        if incoming is not None:
+            incoming.wanted = False
+            if incoming.transfer is not None:
+                self._late.append(incoming)
+
+    def abort(self, request_id: str) -> None:
+        """Its sequences are forgotten one by one."""
+
+    def close(self) -> None:
+        """Gives up what is on the way and tells the owners."""
+        for ticket in self._tickets.values():
+            self.refuse(ticket)
+        self._tickets.clear()
+        self._mover.close()
+        self._transport.close()
