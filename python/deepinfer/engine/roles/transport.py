@@ -50,8 +50,9 @@ class CoreTransport:
     """
 
     def __init__(self, kind: str, layout: bytes, token: bytes | None, address: str, max_offers: int) -> None:
-        listen = {"listen": address} if kind == "tcp" else {}
-        self._end = _core.KvTransfer("tcp" if kind == "tcp" else "shm", layout=layout, token=token, max_offers=max_offers, **listen)
+        tcp = kind == "tcp"
+        listen = address if tcp else None
+        self._end = _core.KvTransfer("tcp" if tcp else "shm", layout=layout, token=token, max_offers=max_offers, listen=listen)
         self._tickets: dict[bytes, bytes] = {}  # of own offers, by the id that events carry
 
     def offer(self, meta: bytes, segments: Sequence[Any], lease_s: float) -> bytes:
