@@ -9,6 +9,7 @@ use crate::kv::{Kv, Tables};
 use crate::lanes::Lanes;
 use crate::layout::{Field, Layout};
 use crate::metrics::Metrics;
+use crate::ngram::Ngram;
 use crate::output::{OutputPool, Outputs};
 use crate::plan::Launch;
 use crate::pool::{Finish, SeqPool, Status, Times};
@@ -117,6 +118,7 @@ pub struct Scheduler {
     pub(crate) proposed: bool,
     /// Most draft rows of one step.
     pub(crate) draft_budget: u32,
+    pub(crate) ngram: Option<Box<Ngram>>,
 }
 
 impl Scheduler {
@@ -182,6 +184,7 @@ impl Scheduler {
             irregular: Vec::with_capacity(seqs),
             proposed: false,
             draft_budget: u32::MAX,
+            ngram: None,
             geometry,
             layout,
         })
@@ -280,7 +283,7 @@ impl Scheduler {
         self.seqs.get(seq).map(|cold| &cold.history[cold.prompt as usize..])
     }
 
-    fn flush_tokens(&mut self, seq: Seq) {
+    pub(crate) fn flush_tokens(&mut self, seq: Seq) {
         if let Some(lane) = self.seqs.lane(seq)
             && self.lanes.has_newest(lane)
             && let Some(cold) = self.seqs.get_mut(seq)

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
+from deepinfer.worker.counter_rng import TOKEN, random_bits, uniform
 from deepinfer.worker.sampling_state import (
     BAD_WORDS,
     BIAS,
     FREQUENCY,
+    GREEDY,
     MIN_LENGTH,
     MIN_P,
     MIN_TOKENS,
@@ -33,50 +35,10 @@ from deepinfer.worker.sampling_state import (
     TOP_P,
     SamplingState,
 )
+from deepinfer.worker.verify import DraftRows, Proposals, accepted_counts, counting, coupled_draw
 
 _BLOCK = 256  # vocabulary entries whose weights are summed before searching
 _FIRST_RANKS = 256  # ranked candidates looked at before all of them, where looking is cheap
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >> 63 else x
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MUL1 = _signed(0xBF58476D1CE4E5B9)
-_MUL2 = _signed(0x94D049BB133111EB)
-
-
-def _shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Logical shift of int64 bits."""
-    return (x >> n) & ((1 << (64 - n)) - 1)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64 tensors; products wrap modulo 2**64."""
-    x = (x ^ _shift_right(x, 30)) * _MUL1
-    x = (x ^ _shift_right(x, 27)) * _MUL2
-    return x ^ _shift_right(x, 31)
-
-
-def random_bits(seed: torch.Tensor, position: torch.Tensor, draw: int) -> torch.Tensor:
-    """64 random bits per row, int64: a function of its arguments alone.
-
-    ``mix(mix(mix(seed + G) + position * G) + draw * G)`` modulo 2**64, ``G = 0x9E3779B97F4A7C15``; ``mix`` is a bijection, so
-    distinct positions of one seed never repeat a value.
-
-    Args:
-        seed: int64 ``[m]``.
-        position: int64 ``[m]``, position in the sequence of the token to be drawn.
-        draw: which of several draws for one token.
-    """
-    offset = _signed((draw * 0x9E3779B97F4A7C15) & ((1 << 64) - 1))
-    return _mix(_mix(_mix(seed + _GOLDEN) + position * _GOLDEN) + offset)
-
-
-def uniform(bits: torch.Tensor) -> torch.Tensor:
-    """float64 in [0, 1) from the upper 53 bits."""
-    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
 
 
 def weight_scale(vocab_size: int) -> float:
@@ -118,6 +80,8 @@ class SampleRows:
         plain: rows that draw from the whole vocabulary (``min_p`` included); ``None`` = no row.
         ranked: rows that draw under ``top_k`` or ``top_p``; ``None`` = no row.
         max_top_k: largest ``top_k`` among the ranked rows; the vocabulary size if one has none.
+        drafts: how rows belong to drafts; ``None`` = each sequence has one row.
+        proposals: drafts with a distribution, on rows that draw (greedy rows need none).
     """
 
     slots: torch.Tensor
@@ -127,6 +91,8 @@ class SampleRows:
     plain: torch.Tensor | None = None
     ranked: torch.Tensor | None = None
     max_top_k: int = 0
+    drafts: DraftRows | None = None
+    proposals: Proposals | None = None
 
 
 class Sampler:
@@ -142,21 +108,40 @@ class Sampler:
         self._scale = weight_scale(vocab_size)
 
     def __call__(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
-        """Tokens int64 ``[r]`` from logits float32 ``[r, vocab]``, which are edited in place."""
+        """Tokens int64 ``[r]`` from logits float32 ``[r, vocab]``, which are edited in place.
+
+        A row behind drafts is edited as if they had been drawn; the state then takes in the tokens that count.
+        """
+        drafts = rows.drafts
         if rows.edit is not None:
             slots, positions = rows.slots[rows.edit], rows.positions[rows.edit]
-            logits[rows.edit] = self._edit(logits[rows.edit], slots, positions, rows.flags)
+            before = None if drafts is None else drafts.before[rows.edit]
+            logits[rows.edit] = self._edit(logits[rows.edit], slots, positions, rows.flags, before)
         tokens = torch.argmax(logits, dim=-1)
         if rows.plain is not None:
             tokens[rows.plain] = self._draw_plain(logits[rows.plain], rows, rows.plain, tokens[rows.plain])
         if rows.ranked is not None:
             tokens[rows.ranked] = self._draw_ranked(logits[rows.ranked], rows, rows.ranked, tokens[rows.ranked])
+        if rows.proposals is not None:
+            tokens[rows.proposals.rows] = self._draw_coupled(logits, tokens, rows, rows.proposals)
         if rows.edit is not None:
-            self._state.observe(rows.slots[rows.edit], tokens[rows.edit], rows.flags)
+            slots, made = rows.slots[rows.edit], tokens[rows.edit]
+            if drafts is None:
+                self._state.observe(slots, made, rows.flags)
+            else:
+                accepted = accepted_counts(tokens, drafts)
+                newest = drafts.nth + 1 == accepted[drafts.sequence]
+                counts = counting(accepted, drafts)
+                self._state.observe_drafted(
+                    slots, made, rows.flags, counts[rows.edit], newest[rows.edit], drafts.nth[rows.edit], drafts.before[rows.edit]
+                )
         return tokens
 
-    def _edit(self, x: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, flags: int) -> torch.Tensor:
-        """Bias, then penalties (repetition, frequency, presence), then masks; a row without one of them is left as it is."""
+    def _edit(self, x: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, flags: int, before: torch.Tensor | None) -> torch.Tensor:
+        """Bias, then penalties (repetition, frequency, presence), then masks; a row without one of them is left as it is.
+
+        ``before`` int64 ``[m, k]``: drafts of this step before the row, −1 = none.
+        """
         s = self._state
         packed = s.table[slots]
         if flags & BIAS:
@@ -165,13 +150,15 @@ class Sampler:
             reals = packed.view(torch.float32)
             repetition, frequency, presence = (reals[:, c : c + 1] for c in (REPETITION, FREQUENCY, PRESENCE))
             counts = s.counts[slots]
+            if before is not None:
+                counts = counts.scatter_add(1, before.clamp(min=0), (before >= 0).to(counts.dtype))
             made = counts > 0
             repeated = torch.where(made | s.in_prompt[slots], repetition, torch.ones_like(repetition))
             x = torch.where(x > 0, x / repeated, x * repeated)
             x = x - frequency * counts - presence * made
         if flags & BAD_WORDS:
             last = s.bad_last.data[slots]
-            prefix, recent = s.bad_prefix.data[slots], s.recent[slots].unsqueeze(1)
+            prefix, recent = s.bad_prefix.data[slots], s.recent_with(slots, before).unsqueeze(1)
             hit = ((prefix == recent) | (prefix == -1)).all(-1) & (last >= 0)
             x = _ban(x, last, hit)
         if flags & MIN_LENGTH:
@@ -197,12 +184,19 @@ class Sampler:
     def _draw_ranked(self, x: torch.Tensor, rows: SampleRows, which: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         """Inverse distribution function over candidates in falling order."""
         packed = self._state.table[rows.slots[which]]
+        ids, kept = self._candidates(x, packed, best, rows.max_top_k)
+        ends = kept.cumsum(-1)
+        target = self._target(packed, rows.positions[which], ends[:, -1:])
+        index = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+        return torch.where(ends[:, -1] > 0, ids.gather(1, index).squeeze(1), best)
+
+    def _candidates(self, x: torch.Tensor, packed: torch.Tensor, best: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids in falling order and their weights, 0 where ``top_k``, ``top_p`` or ``min_p`` leave one out: int64, float64 ``[m, c]``."""
         reals = packed.view(torch.float32)
         top_k = packed[:, TOP_K : TOP_K + 1]
         top_p = reals[:, TOP_P : TOP_P + 1].to(torch.float64)
         weights = self._weights(x, packed, best)
         everything = weights.sum(-1, keepdim=True, dtype=torch.float64)
-        limit = rows.max_top_k
         looking = x.device.type == "cpu"  # elsewhere looking at values would stall the launch: rank all that may be needed
         count = min(limit, _FIRST_RANKS) if looking else limit
         while True:
@@ -218,10 +212,25 @@ class Sampler:
         rank = torch.arange(width, device=x.device)
         keep = (rank < top_k) & ((ends - w < top_p * total) | (top_p >= 1.0)) & (w >= reals[:, MIN_P : MIN_P + 1] * self._scale)
         keep[:, 0] = True
-        ends = torch.where(keep, w, 0.0).cumsum(-1)
-        target = self._target(packed, rows.positions[which], ends[:, -1:])
-        index = torch.searchsorted(ends, target, right=True).clamp_(max=width - 1)
-        return torch.where(ends[:, -1] > 0, ids.gather(1, index).squeeze(1), best)
+        return ids, torch.where(keep, w, 0.0)
+
+    def _draw_coupled(self, logits: torch.Tensor, tokens: torch.Tensor, rows: SampleRows, proposals: Proposals) -> torch.Tensor:
+        """Tokens of the rows whose drafts have a distribution; greedy rows keep theirs."""
+        which = proposals.rows
+        packed = self._state.table[rows.slots[which]]
+        x, drawn = logits[which], tokens[which]
+        best = torch.argmax(x, dim=-1)
+        reals = packed.view(torch.float32)
+        weights = self._weights(x, packed, best)
+        weights = torch.where(weights >= reals[:, MIN_P : MIN_P + 1] * self._scale, weights, 0.0)
+        if rows.ranked is not None:
+            ids, kept = self._candidates(x, packed, best, rows.max_top_k)
+            by_rank = torch.zeros_like(weights).scatter_(1, ids, kept.to(weights.dtype))
+            filtered = (packed[:, TOP_K : TOP_K + 1] < self._vocab) | (reals[:, TOP_P : TOP_P + 1] < 1)
+            weights = torch.where(filtered, by_rank, weights)
+        drafts = rows.drafts.drafts[which] if rows.drafts is not None else torch.full_like(drawn, -1)
+        coupled = coupled_draw(weights, drawn, drafts, proposals.q, _seed(packed), rows.positions[which], self._scale)
+        return torch.where(packed[:, GREEDY] != 0, drawn, coupled)
 
     def _weights(self, x: torch.Tensor, packed: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         """Whole numbers in float32: ``floor(exp((x - max) / temperature) * scale)``."""
@@ -231,9 +240,12 @@ class Sampler:
 
     def _target(self, packed: torch.Tensor, positions: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         """A whole number in [0, total), float64 ``[m, 1]``."""
-        seed = (packed[:, SEED_HIGH].long() << 32) | (packed[:, SEED_LOW].long() & 0xFFFFFFFF)
-        u = uniform(random_bits(seed, positions, 0)).unsqueeze(1)
+        u = uniform(random_bits(_seed(packed), positions, TOKEN)).unsqueeze(1)
         return torch.minimum((u * total).floor_(), total - 1).clamp_(min=0)
+
+
+def _seed(packed: torch.Tensor) -> torch.Tensor:
+    return (packed[:, SEED_HIGH].long() << 32) | (packed[:, SEED_LOW].long() & 0xFFFFFFFF)
 
 
 def _ban(x: torch.Tensor, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

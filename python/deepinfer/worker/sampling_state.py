@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from deepinfer.sampling import SamplingParams
 
 # Columns of the packed table, int32 words; floats are stored by their bits.
-TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, SEED_LOW, SEED_HIGH, PROMPT_LEN, MIN_TOKENS = range(11)
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, SEED_LOW, SEED_HIGH, PROMPT_LEN, MIN_TOKENS, GREEDY = range(12)
 NUM_COLUMNS = 12
 _FLOATS = (TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION)
 
@@ -140,7 +140,7 @@ class SamplingState:
         floats[PRESENCE], floats[FREQUENCY] = p.presence_penalty, p.frequency_penalty
         floats[REPETITION] = min(max(p.repetition_penalty, 1 / _LARGEST), _LARGEST)
         words[SEED_LOW : SEED_HIGH + 1] = np.array([row.seed], np.int64).view(np.int32)
-        words[PROMPT_LEN], words[MIN_TOKENS] = len(row.prompt_ids), p.min_tokens
+        words[PROMPT_LEN], words[MIN_TOKENS], words[GREEDY] = len(row.prompt_ids), p.min_tokens, p.greedy
 
     def _put_bad_words(self, slot: int, words: Sequence[Sequence[int]], output: Sequence[int]) -> None:
         longest = max(len(w) for w in words) - 1
@@ -179,6 +179,42 @@ class SamplingState:
             self.counts[slots, tokens] = self.counts[slots, tokens] + 1
         if flags & BAD_WORDS and self.recent.shape[1]:
             self.recent[slots] = torch.cat([self.recent[slots, 1:], tokens.unsqueeze(1)], 1)
+
+    def observe_drafted(
+        self,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        flags: int,
+        counts: torch.Tensor,
+        newest: torch.Tensor,
+        nth: torch.Tensor,
+        before: torch.Tensor,
+    ) -> None:
+        """Like :meth:`observe` for slots that may have several rows.
+
+        Args:
+            slots, tokens: int64 ``[m]``.
+            flags: union of the flags of the rows.
+            counts: bool ``[m]``, whether a row's token counts; ``newest``: whether it is the last of its slot that does.
+            nth: int64 ``[m]``, rows of the same slot before a row; ``before``: int64 ``[m, k]``, their drafts, which the tokens of rows
+                that count are equal to.
+        """
+        if flags & PENALTIES and self.counts is not None:
+            self.counts.view(-1).scatter_add_(0, slots * self._vocab + tokens, counts.to(self.counts.dtype))
+        n = self.recent.shape[1]
+        if flags & BAD_WORDS and n:
+            tail = torch.cat([self.recent_with(slots, before)[:, 1:], tokens.unsqueeze(1)], 1)
+            # Rows that are not the newest write to the null slot, which nobody reads.
+            self.recent[torch.where(newest, slots, 0)] = tail
+
+    def recent_with(self, slots: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """Newest tokens of some slots, the drafts ``before`` (int64 ``[m, k]``, −1 at the end of shorter rows) among them: ``[m, n]``."""
+        recent = self.recent[slots]
+        n = recent.shape[1]
+        if before is None or not n:
+            return recent
+        at = (before >= 0).sum(1, keepdim=True) + torch.arange(n, device=recent.device)
+        return torch.cat([recent, before], 1).gather(1, at)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
