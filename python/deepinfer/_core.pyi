@@ -71,6 +71,9 @@ class CoreConfig:
 
     A ``"prompt"`` engine ends a sequence with its first token (finish ``"handover"``) and keeps its KV until ``Core.release``, at most
     ``handover_lease_ns``; a ``"completion"`` engine takes requests with ``wait_kv`` only.
+
+    ``host_blocks`` and ``host_slots`` bound the host memory that victims of preemption are swapped to (see ``Core.set_rates``): page
+    ``j`` of host block ``b`` in a group is its host page ``b * pages_per_block + j``.
     """
 
     def __new__(
@@ -99,6 +102,8 @@ class CoreConfig:
         kv_lease_ns: int = 60_000_000_000,
         handover_lease_ns: int = 60_000_000_000,
         engine_type: Literal["normal", "prompt", "completion"] = "normal",
+        host_blocks: int = 0,
+        host_slots: int = 0,
         hit_rule: Literal["all", "state_slice"] = "all",
         model: str = "",
         revision: str = "",
@@ -122,6 +127,10 @@ class CoreConfig:
     def max_draft(self) -> int: ...
     @property
     def ring_slots(self) -> int: ...
+    @property
+    def host_blocks(self) -> int: ...
+    @property
+    def host_slots(self) -> int: ...
     @property
     def engine_type(self) -> Literal["normal", "prompt", "completion"]: ...
     @property
@@ -148,10 +157,13 @@ class PoolCounts(TypedDict):
 
 @type_check_only
 class Counts(TypedDict):
-    """Counts of every pool; ``groups`` has one entry for each paged group."""
+    """Counts of every pool; ``groups`` has one entry for each paged group. Those of host memory are zero where there is none, and
+    else count one reserved id that is never used."""
 
     groups: list[PoolCounts]
     slots: PoolCounts
+    host_blocks: PoolCounts
+    host_slots: PoolCounts
 
 @type_check_only
 class SequenceInfo(TypedDict):
@@ -165,7 +177,6 @@ class SequenceInfo(TypedDict):
         "running",
         "swapping_out",
         "swapped",
-        "swapping_in",
         "handover",
         "finished",
     ]
@@ -194,6 +205,8 @@ class Transfer(TypedDict):
     state_slot: int
     tokens: int  # positions in all
     present: NotRequired[int]  # loads: leading positions that are in place already
+    # Loads: newest launched step, 0 when none is in flight. The mover writes after it has completed, or behind it on the device.
+    after_step: NotRequired[int]
 
 @final
 class Core:
@@ -339,6 +352,10 @@ class Core:
     def release(self, seq: int) -> bool:
         """Lets go of what a sequence in status ``"handover"`` kept after its end (one added with ``hold``, or handed over by a
         prompt engine); False if the handle names no such sequence."""
+
+    def set_rates(self, swap_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
+        """Measured rates by which a victim of preemption is swapped to host memory (``bytes / swap_bytes_per_s`` is less than
+        ``tokens / prefill_tokens_per_s``) or computed again. 0 = not known: nothing is swapped."""
 
     def drain_remote_releases(self) -> list[tuple[int, int]]:
         """``(seq, user)`` of each request added with ``wait_kv`` whose KV elsewhere is not needed any more since the last call: it

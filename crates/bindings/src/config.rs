@@ -115,7 +115,7 @@ impl CoreConfig {
         max_in_flight = 1, device_ordered = false, prefix_caching = true, event_capacity = 0, max_chunk_tokens = 0, chunk_align = 1,
         step_policy = None, all_interval = 70, any_interval = 100, chunk_budget_ns = None, chunk_cost = (0.0, 0.0, 0.0, 0.0),
         bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, handover_lease_ns = 60_000_000_000,
-        engine_type = "normal", hit_rule = "all", model = "", revision = "",
+        engine_type = "normal", host_blocks = 0, host_slots = 0, hit_rule = "all", model = "", revision = "",
         weight_format = "", kv_format = "", numerics = "", hit_policy = "exact", salt = Vec::new()
     ))]
     // One keyword for each setting, so that a call reads like a configuration file.
@@ -145,6 +145,8 @@ impl CoreConfig {
         kv_lease_ns: u64,
         handover_lease_ns: u64,
         engine_type: &str,
+        host_blocks: u32,
+        host_slots: u32,
         hit_rule: &str,
         model: &str,
         revision: &str,
@@ -216,6 +218,8 @@ impl CoreConfig {
                 },
                 ring_slots,
                 max_in_flight,
+                host_blocks,
+                host_slots,
             },
         })
     }
@@ -253,6 +257,16 @@ impl CoreConfig {
     #[getter]
     fn ring_slots(&self) -> u32 {
         self.config.ring_slots
+    }
+
+    #[getter]
+    fn host_blocks(&self) -> u32 {
+        self.config.host_blocks
+    }
+
+    #[getter]
+    fn host_slots(&self) -> u32 {
+        self.config.host_slots
     }
 
     #[getter]

@@ -344,6 +344,10 @@ impl Core {
         self.with(py, |inner| inner.scheduler.next_lease())
     }
 
+    fn set_rates(&self, py: Python<'_>, swap_bytes_per_s: f64, prefill_tokens_per_s: f64) -> PyResult<()> {
+        self.with(py, |inner| inner.scheduler.set_rates(swap_bytes_per_s, prefill_tokens_per_s))
+    }
+
     fn release(&self, py: Python<'_>, seq: u64) -> PyResult<bool> {
         self.with(py, |inner| inner.scheduler.release(Seq::from_u64(seq)))
     }

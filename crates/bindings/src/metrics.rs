@@ -30,12 +30,14 @@ fn pool_counts<'py>(py: Python<'py>, counts: &Counts) -> PyResult<Bound<'py, PyD
     ))
 }
 
-/// `{"groups": [...], "slots": {...}}`.
+/// `{"groups": [...], "slots": {...}, "host_blocks": {...}, "host_slots": {...}}`.
 pub fn counts<'py>(py: Python<'py>, counters: &Counters) -> PyResult<Bound<'py, PyDict>> {
     let groups = counters.groups.iter().map(|counts| pool_counts(py, counts)).collect::<PyResult<Vec<_>>>()?;
     let dict = PyDict::new(py);
     dict.set_item("groups", groups)?;
     dict.set_item("slots", pool_counts(py, &counters.slots)?)?;
+    dict.set_item("host_blocks", pool_counts(py, &counters.host_blocks)?)?;
+    dict.set_item("host_slots", pool_counts(py, &counters.host_slots)?)?;
     Ok(dict)
 }
 
@@ -59,6 +61,11 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
         hit_tokens,
         asked_tokens,
         preemptions,
+        swapped_out,
+        swapped_in,
+        swap_out_pages,
+        swap_in_pages,
+        swaps_refused,
         row_waits,
         ghost_rows,
         forks,
@@ -74,6 +81,8 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
         wait_grammar,
         wait_kv,
         wait_fork,
+        swapping_out,
+        swapped,
         transfers,
         available_blocks,
         last_step,
@@ -94,7 +103,6 @@ const fn status_name(status: Status) -> &'static str {
         Status::Running => "running",
         Status::SwappingOut => "swapping_out",
         Status::Swapped => "swapped",
-        Status::SwappingIn => "swapping_in",
         Status::Handover => "handover",
         Status::Finished => "finished",
     }

@@ -36,6 +36,7 @@ pub fn save<'py>(py: Python<'py>, save: &Save, pages: &[Vec<u32>]) -> PyResult<B
 pub fn load<'py>(py: Python<'py>, load: &Load, pages: &[Vec<u32>]) -> PyResult<Bound<'py, PyDict>> {
     let dict = dict(py, load.transfer, &load.blocks, pages, load.slot, load.tokens)?;
     dict.set_item("present", load.present)?;
+    dict.set_item("after_step", load.after.0)?;
     Ok(dict)
 }
 

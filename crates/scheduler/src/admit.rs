@@ -5,12 +5,12 @@ use crate::lanes::{NewLane, flag};
 use crate::pool::Status;
 use crate::scheduler::Scheduler;
 use crate::waiting::{Class, Place, Room};
-use deepinfer_kvindex::{Block, Owner, Part, Seq, StateSlot};
+use deepinfer_kvindex::{Block, Fence, Owner, Part, Seq, StateSlot};
 
 /// Candidates behind a refused head that one step looks at.
 const SCAN: u32 = 8;
 
-enum Try {
+pub(crate) enum Try {
     /// Admitted with this many rows.
     In(u32),
     /// Lacks blocks.
@@ -52,8 +52,10 @@ impl Scheduler {
         let mut refused = None;
         let mut tried = 0;
         let mut at = self.waiting.head();
+        let barrier = self.first_leaving();
         while let Some(place) = at
             && self.room_for_one(budget)
+            && (self.lanes.len() == 0 || barrier.is_none_or(|first| place < first))
         {
             match self.try_admit(&place, budget) {
                 Try::In(rows) => {
@@ -81,6 +83,13 @@ impl Scheduler {
                 break;
             }
         }
+    }
+
+    /// Place of the first sequence whose copy to host memory is under way: it is in the queue as soon as that is done, and
+    /// nobody passes a preempted one.
+    fn first_leaving(&self) -> Option<Place> {
+        let place = |&seq: &Seq| self.seqs.get(seq).map(|cold| cold.place(seq));
+        self.swaps.leaving().iter().filter_map(place).min()
     }
 
     fn room(&self) -> Room {
@@ -119,12 +128,20 @@ impl Scheduler {
 
     /// The newest waiting sequence that holds loaded KV gives it up. False if there is none.
     fn reclaim_held(&mut self) -> bool {
-        let newest = self.waiting.iter().rev().map(Place::seq);
-        let newest = newest.into_iter().find(|&seq| self.seqs.get(seq).is_some_and(|c| c.holding.is_some()));
-        if let Some(seq) = newest {
+        let last = self.last_held();
+        if let Some(seq) = last {
             self.drop_delivered(seq);
         }
-        newest.is_some()
+        last.is_some()
+    }
+
+    /// Last in the queue of those that hold loaded KV.
+    pub(crate) fn last_held(&self) -> Option<Seq> {
+        if self.held_waiting() == 0 {
+            return None;
+        }
+        let holds = |seq: &Seq| self.seqs.get(*seq).is_some_and(|cold| cold.holding.is_some());
+        self.waiting.iter().rev().map(Place::seq).find(holds)
     }
 
     fn try_admit(&mut self, place: &Place, budget: u32) -> Try {
@@ -141,32 +158,20 @@ impl Scheduler {
         if cold.holding.is_some() {
             return self.admit_held(seq, all, budget);
         }
+        if cold.swap.is_some() {
+            return self.admit_swapped(seq, all, budget);
+        }
         let start = self.sharing(seq).map_or_else(|| self.prefix_of(seq, target), Start::Fork);
         let (blocks, leaf) = match start {
             Start::Hit { blocks, leaf } => (blocks, leaf),
             Start::Fork(sharing) => (sharing.blocks, sharing.leaf),
         };
-        let need = all - blocks;
-        let cost = need + self.kv.blocks.pin_cost(leaf) + self.headroom();
-        if cost > self.kv.available() {
-            return Try::NoRoom;
-        }
-        let Some(slot) = self.kv.states.alloc(self.kv.now) else { return Try::NoRoom };
         let mut row = std::mem::take(&mut self.scratch);
         row.clear();
-        if !leaf.is_null() {
-            self.kv.pin_chain(leaf, Owner::Sequence, &mut row);
-        }
-        if !self.kv.blocks.alloc_many(self.kv.now, Owner::Sequence, need, &mut row) {
-            // Cannot happen: the cost was compared with what is available. Undo it rather than trust that.
-            self.kv.misuse += 1;
-            if !leaf.is_null() {
-                self.kv.unpin(leaf, Owner::Sequence, deepinfer_kvindex::Fence::Step(self.kv.launched));
-            }
-            self.kv.release_slot(slot, deepinfer_kvindex::Fence::Open);
+        let Some(slot) = self.reserve(leaf, all - blocks, &mut row) else {
             self.scratch = row;
             return Try::NoRoom;
-        }
+        };
         if let Some(cold) = self.seqs.get_mut(seq) {
             cold.published = blocks;
             cold.cursor = leaf;
@@ -182,6 +187,28 @@ impl Scheduler {
         let rows = self.take_lane(seq, slot, &row, computed, cloned, budget);
         self.scratch = row;
         Try::In(rows)
+    }
+
+    /// Takes the chain that ends at `leaf`, `need` blocks after it, and a slot: all of it or nothing.
+    pub(crate) fn reserve(&mut self, leaf: Block, need: u32, row: &mut Vec<Block>) -> Option<StateSlot> {
+        let cost = need + self.kv.blocks.pin_cost(leaf) + self.headroom();
+        if cost > self.kv.available() {
+            return None;
+        }
+        let slot = self.kv.states.alloc(self.kv.now)?;
+        if !leaf.is_null() {
+            self.kv.pin_chain(leaf, Owner::Sequence, row);
+        }
+        if self.kv.blocks.alloc_many(self.kv.now, Owner::Sequence, need, row) {
+            return Some(slot);
+        }
+        // Cannot happen: the cost was compared with what is available. Undo it rather than trust that.
+        self.kv.misuse += 1;
+        if !leaf.is_null() {
+            self.kv.unpin(leaf, Owner::Sequence, Fence::Step(self.kv.launched));
+        }
+        self.kv.release_slot(slot, Fence::Open);
+        None
     }
 
     /// Longest usable prefix in the index: whole blocks, at most all but one token of the history.
@@ -223,7 +250,7 @@ impl Scheduler {
     }
 
     /// Gives a sequence its lane and table row. Returns the rows of its first chunk.
-    fn take_lane(
+    pub(crate) fn take_lane(
         &mut self,
         seq: Seq,
         slot: StateSlot,

@@ -10,7 +10,7 @@ use crate::output::{FIRST, OUTPUT_WORDS, Outputs, STREAMS, out};
 use crate::plan::{Launch, parity};
 use crate::pool::Finish;
 use crate::scheduler::Scheduler;
-use deepinfer_kvindex::{Seq, StepId};
+use deepinfer_kvindex::{Counts, Seq, StepId};
 
 impl Scheduler {
     /// Reads the results of a step from its ring slot: appends tokens, ends sequences, publishes filled blocks, releases
@@ -37,6 +37,7 @@ impl Scheduler {
             settle |= self.prefill_pass(&launch);
         }
         self.drain_hash_queue(launch.samples);
+        self.end_leaving(step.0, true);
         self.end_step(launch, now, settle);
         Ok(self.outputs.view(step))
     }
@@ -57,6 +58,7 @@ impl Scheduler {
             }
         }
         self.metrics.failed_steps += 1;
+        self.end_leaving(step.0, false);
         self.end_step(launch, now, true);
         Ok(self.outputs.view(step))
     }
@@ -84,7 +86,9 @@ impl Scheduler {
         self.metrics.last_step_ns = now;
         let place = parity(launch.step);
         self.launches[place] = launch;
-        let sound = self.kv.blocks.counts(0).adds_up() && self.kv.states.counts().adds_up();
+        let sound = self.kv.blocks.counts(0).adds_up()
+            && self.kv.states.counts().adds_up()
+            && self.host.counts().iter().all(Counts::adds_up);
         self.metrics.count_faults += u64::from(!sound);
     }
 

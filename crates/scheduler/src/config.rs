@@ -15,6 +15,7 @@ const MAX_BLOCK_TOKENS: u32 = 1 << 16;
 /// What a running sequence and a page take beside rows of the block table, rounded up.
 const BYTES_PER_SEQUENCE: u64 = 1024;
 const BYTES_PER_PAGE: u64 = 128;
+const BYTES_PER_HOST_ID: u64 = 32;
 
 /// One tensor family that shares the page ids of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,6 +141,10 @@ pub struct Config {
     pub root: Root,
     /// Slots of the step ring, at least 3.
     pub ring_slots: u32,
+    /// Blocks of host memory that victims can be swapped to; 0 = victims are computed again.
+    pub host_blocks: u32,
+    /// State slots of host memory; a model with per-sequence state is swapped only if there are some.
+    pub host_slots: u32,
     /// Steps that may be planned and not completed: 1 = serial, 2 = the next one is planned while the device runs one.
     pub max_in_flight: u32,
 }
@@ -209,8 +214,8 @@ pub enum ConfigError {
     MixedGroup,
     /// The tables alone would not fit the memory of this machine.
     #[error(
-        "the scheduler's own tables would take {0} bytes, which cannot be had: lower max_num_seqs, max_model_len, num_pages or \
-         event_capacity"
+        "the scheduler's own tables would take {0} bytes, which cannot be had: lower max_num_seqs, max_model_len, num_pages, \
+         host_blocks or event_capacity"
     )]
     Memory(u64),
 }
@@ -256,6 +261,10 @@ pub(crate) struct Geometry {
     pub sections: Vec<Section>,
     pub maps: Vec<SlotMap>,
     pub has_state: bool,
+    /// Bytes of a page, by group.
+    pub page_bytes: Vec<u64>,
+    /// Bytes of a state slot over all state groups.
+    pub state_bytes: u64,
     /// Blocks a sequence can hold in an empty pool.
     pub usable_blocks: u32,
 }
@@ -279,15 +288,22 @@ impl Config {
         let mut sections: Vec<Section> = Vec::new();
         let mut maps: Vec<SlotMap> = Vec::new();
         let mut has_state = false;
+        let mut page_bytes = Vec::new();
+        let mut state_bytes: u64 = 0;
         let mut block_tokens = 0;
         let mut column: u64 = 0;
         let mut pages_per_block = 0;
         let mut row_blocks = 0;
         let mut usable = u32::MAX;
         for (index, group) in self.groups.iter().enumerate() {
-            let GroupSpec::Paged { page_tokens, num_pages, sources } = group else {
-                has_state = true;
-                continue;
+            let (page_tokens, num_pages, sources) = match group {
+                GroupSpec::Paged { page_tokens, num_pages, sources } => (page_tokens, num_pages, sources),
+                GroupSpec::State { stored, dropped, replicas, .. } => {
+                    has_state = true;
+                    let kept = stored.saturating_mul(1 + u64::from(*replicas));
+                    state_bytes = state_bytes.saturating_add(kept).saturating_add(*dropped);
+                    continue;
+                }
             };
             if sources.is_empty() {
                 return Err(ConfigError::NoSource(index));
@@ -332,6 +348,9 @@ impl Config {
                 page_shift: page_tokens.trailing_zeros(),
                 num_pages: *num_pages,
             });
+            let bytes = |s: &Source| s.entry_bytes.saturating_mul(s.entries_per_page.into());
+            page_bytes.push(sources.iter().map(bytes).fold(0, u64::saturating_add));
+            below("host_blocks × pages of a block", u64::from(self.host_blocks) * u64::from(pages), 1 << 31)?;
             column += width;
             pages_per_block += pages;
             usable = usable.min((num_pages - 1) / pages);
@@ -354,6 +373,8 @@ impl Config {
             sections,
             maps,
             has_state,
+            page_bytes,
+            state_bytes,
             usable_blocks: usable,
         })
     }
@@ -365,7 +386,8 @@ impl Config {
         let pages =
             geometry.sections.iter().map(|s| u64::from(s.num_pages)).sum::<u64>().saturating_mul(BYTES_PER_PAGE);
         let events = (self.event_capacity as u64).saturating_mul(size_of::<Event>() as u64);
-        let bytes = rows.saturating_add(pages).saturating_add(events);
+        let host = (u64::from(self.host_blocks) + u64::from(self.host_slots)) * BYTES_PER_HOST_ID;
+        let bytes = rows.saturating_add(pages).saturating_add(events).saturating_add(host);
         let mut probe: Vec<u8> = Vec::new();
         usize::try_from(bytes)
             .ok()
@@ -386,6 +408,7 @@ impl Config {
         below("max_draft", limits.max_draft.into(), 256)?;
         at_least("ring_slots", self.ring_slots.into(), 3)?;
         below("ring_slots", self.ring_slots.into(), 64)?;
+        below("host_slots", self.host_slots.into(), 1 << 31)?;
         at_least("max_in_flight", self.max_in_flight.into(), 1)?;
         below("max_in_flight", self.max_in_flight.into(), 3)?;
         at_least("chunk_align", self.policy.chunk_align.into(), 1)?;

@@ -106,6 +106,7 @@ impl Scheduler {
         if !hold && let Some(holding) = self.seqs.get_mut(seq).and_then(|c| c.holding.take()) {
             self.release_holding(seq, holding);
         }
+        self.drop_swap(seq);
         let now = self.now;
         let mut children = Vec::new();
         if let Some(cold) = self.seqs.get_mut(seq) {
@@ -159,7 +160,8 @@ impl Scheduler {
 
     /// Puts a sequence that lacks nothing but resources into the queue.
     pub(crate) fn enqueue(&mut self, seq: Seq) {
-        self.seqs.set_status(seq, Status::Ready);
+        let swapped = self.seqs.get(seq).is_some_and(|cold| cold.swap.is_some());
+        self.seqs.set_status(seq, if swapped { Status::Swapped } else { Status::Ready });
         if let Some(cold) = self.seqs.get_mut(seq)
             && !std::mem::replace(&mut cold.queued, true)
         {
@@ -203,9 +205,16 @@ impl Scheduler {
             } else if !cold.cursor.is_null() || cold.published > 0 || !cold.duplicates.is_empty() {
                 return Err(format!("{seq:?} is {status:?}, holds nothing and has a cursor"));
             }
-            if cold.queued != (status == Status::Ready) {
+            if cold.queued != matches!(status, Status::Ready | Status::Swapped) {
                 return Err(format!("{seq:?} is {status:?} and queued = {}", cold.queued));
             }
+            if cold.swap.is_some() != matches!(status, Status::SwappingOut | Status::Swapped) {
+                return Err(format!("{seq:?} is {status:?} with {:?} in host memory", cold.swap));
+            }
+        }
+        let host = self.host.counts().map(|counts| counts.held);
+        if host != self.host_holders() {
+            return Err(format!("sequences have {:?} host blocks and slots, {host:?} are held", self.host_holders()));
         }
         slots += self.transfers.slots();
         let counts = self.kv.blocks.counts(0);

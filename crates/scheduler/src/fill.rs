@@ -103,6 +103,7 @@ impl Scheduler {
         };
         self.fill_commands(slot);
         self.fill_header(slot, kind, &totals, decode_seqs, deltas);
+        self.fill_swaps(slot);
         launch.samples = totals.samples;
         self.launches[parity(self.step)] = launch;
         self.commands.clear();

@@ -33,6 +33,16 @@ pub struct Metrics {
     pub asked_tokens: u64,
     /// Preemptions.
     pub preemptions: u64,
+    /// Of these, victims whose KV was copied to host memory.
+    pub swapped_out: u64,
+    /// Sequences admitted from host memory.
+    pub swapped_in: u64,
+    /// Pages copied to host memory.
+    pub swap_out_pages: u64,
+    /// Pages copied back; what the index still had was not.
+    pub swap_in_pages: u64,
+    /// Victims computed again although swapping was cheaper: no room in host memory or in the step, or the copy failed.
+    pub swaps_refused: u64,
     /// Rows that waited a step for blocks coming back.
     pub row_waits: u64,
     /// Sequences of completed steps that had ended or lost their lane by then.
@@ -65,6 +75,10 @@ pub struct Metrics {
     pub wait_kv: u64,
     /// Sequences waiting for the prompt they share.
     pub wait_fork: u64,
+    /// Sequences being copied to host memory.
+    pub swapping_out: u64,
+    /// Sequences that lie in host memory; they are among the waiting.
+    pub swapped: u64,
     /// Open transfers.
     pub transfers: u64,
     /// Blocks that could be taken now.

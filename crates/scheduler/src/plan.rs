@@ -115,6 +115,9 @@ impl Scheduler {
         }
         let mut budget = self.limits.max_num_batched_tokens;
         budget = self.plan_running(budget);
+        if self.lanes.rows.iter().all(|&rows| rows == 0) {
+            self.cancel_swaps();
+        }
         self.admit(budget);
         if self.lanes.rows.iter().all(|&rows| rows == 0) {
             let slot = self.ring.slot_of(self.step + 1).0;
@@ -156,6 +159,7 @@ impl Scheduler {
         self.kv.now = StepId(ordered_after + 1);
         self.kv.launched = StepId(self.step);
         self.kv.retire();
+        self.host.retire(self.kv.now);
         self.read_mail();
         self.chunks = self.policy.chunk.begin(i64::MAX);
     }

@@ -3,6 +3,7 @@
 use crate::kv::Holding;
 use crate::lanes::LANE_STOPS;
 use crate::prepared::PrepFlags;
+use crate::swap::Swap;
 use crate::waiting::{Class, Place};
 use deepinfer_kvindex::{Block, BlockHash, ChainHasher, Extra, Seq, TransferId};
 
@@ -19,12 +20,10 @@ pub enum Status {
     Ready,
     /// Owns a lane.
     Running,
-    /// Its KV is being copied out.
+    /// Preempted, and its KV is being copied to host memory.
     SwappingOut,
-    /// Its KV lies outside the device.
+    /// Its KV lies in host memory; it lacks nothing but resources.
     Swapped,
-    /// Its KV is being copied back.
-    SwappingIn,
     /// Ended, its KV and slot are kept for whoever takes them over.
     Handover,
     /// Ended.
@@ -93,6 +92,8 @@ pub(crate) struct Cold {
     pub cached_tokens: u32,
     /// Blocks and slot it holds without a lane.
     pub holding: Option<Holding>,
+    /// What it has in host memory.
+    pub swap: Option<Swap>,
     pub parent: Option<Seq>,
     pub children: Vec<Seq>,
     /// Others admitted while it was the refused head.
@@ -117,6 +118,12 @@ impl Cold {
             index: seq.index,
             generation: seq.generation,
         }
+    }
+
+    /// Positions whose KV it has without a lane.
+    pub fn computed(&self) -> u32 {
+        let held = self.holding.as_ref().map(|holding| holding.computed);
+        held.or(self.swap.as_ref().map(|swap| swap.computed)).unwrap_or(0)
     }
 
     /// Whether `token`, as the `len`-th token of the sequence, ends it.

@@ -1,13 +1,13 @@
 //! Taking blocks back from running sequences, no more than needed.
 //!
-//! Victims go by lowest priority, then newest. What is coming back counts: a row waits for it rather than take another
-//! victim.
+//! Victims go by lowest priority, then newest; waiting sequences that hold loaded KV are among them and give it up. What is
+//! coming back counts: a row waits for it rather than take another victim.
 
 use crate::end::Leave;
 use crate::lanes::flag;
 use crate::scheduler::Scheduler;
 use crate::waiting::Class;
-use deepinfer_kvindex::{Block, Fence, Owner};
+use deepinfer_kvindex::{Block, Fence, Owner, Seq};
 
 /// Answer to a running lane that needs a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +33,14 @@ impl Scheduler {
                 *promised += 1;
                 return Taken::Wait;
             }
-            match self.victim() {
+            let victim = self.victim();
+            if let Some(held) = self.last_held()
+                && victim.is_none_or(|lane| self.order_of(held) > Some(self.order(lane)))
+            {
+                self.drop_delivered(held);
+                continue;
+            }
+            match victim {
                 Some(victim) if victim != lane => self.preempt(victim),
                 Some(_) if self.kv.blocks.coming_back(self.kv.now) > 0 && self.alone() => return Taken::Wait,
                 _ => {
@@ -53,11 +60,16 @@ impl Scheduler {
     fn victim(&self) -> Option<usize> {
         (0..self.lanes.len())
             .filter(|&lane| self.lanes.flags[lane] & flag::DEAD == 0)
-            .max_by_key(|&lane| (self.lanes.priority[lane], self.lanes.arrival[lane], self.fork_of(lane)))
+            .max_by_key(|&lane| self.order(lane))
     }
 
-    fn fork_of(&self, lane: usize) -> u32 {
-        self.seqs.get(self.lanes.seq[lane]).map_or(0, |c| c.fork)
+    fn order(&self, lane: usize) -> (i32, u64, u32) {
+        let fork = self.seqs.get(self.lanes.seq[lane]).map_or(0, |c| c.fork);
+        (self.lanes.priority[lane], self.lanes.arrival[lane], fork)
+    }
+
+    fn order_of(&self, seq: Seq) -> Option<(i32, u64, u32)> {
+        self.seqs.get(seq).map(|c| (c.priority, c.arrival, c.fork))
     }
 
     /// Takes back one block that rejected drafts left with a lane.
@@ -76,16 +88,21 @@ impl Scheduler {
         false
     }
 
-    /// Puts a running sequence back into the queue, with its history, hashes and place.
+    /// Puts a running sequence back into the queue, with its history, hashes and place; at once, or when its KV has been
+    /// copied to host memory.
     pub(crate) fn preempt(&mut self, lane: usize) {
         let seq = self.lanes.seq[lane];
+        let swap = self.swap_out(lane);
         self.leave_lane(lane, Leave::Release);
         if let Some(cold) = self.seqs.get_mut(seq) {
             cold.class = Class::Preempted;
             cold.preemptions += 1;
             cold.passed = 0;
         }
-        self.enqueue(seq);
+        match swap {
+            Some(swap) => self.begin_leaving(seq, swap),
+            None => self.enqueue(seq),
+        }
         self.metrics.preemptions += 1;
     }
 }

@@ -4,6 +4,7 @@ use crate::chunk_policy::ChunkBudget;
 use crate::config::{Config, ConfigError, Geometry, HitRule, Limits, Policy, Section, SlotMap};
 use crate::error::StepError;
 use crate::fill::Commands;
+use crate::host_pool::HostPool;
 use crate::inbox::{Inbox, Message, Shared};
 use crate::kv::{Kv, Tables};
 use crate::lanes::Lanes;
@@ -16,6 +17,7 @@ use crate::pool::{Finish, SeqPool, Status, Times};
 use crate::publish::HashQueue;
 use crate::ring::{LayoutError, Ring, RingView};
 use crate::roles::EngineType;
+use crate::swap::Swaps;
 use crate::transfers::Transfers;
 use crate::waiting::Waiting;
 use deepinfer_kvindex::{Block, BlockPool, Counts, Event, Part, PoolConfig, PoolGroup, Seq, StateSlots, StepId, Tier};
@@ -29,12 +31,16 @@ pub struct Counters {
     pub groups: Vec<Counts>,
     /// State slots.
     pub slots: Counts,
+    /// Blocks of host memory; all zero without.
+    pub host_blocks: Counts,
+    /// State slots of host memory; all zero without.
+    pub host_slots: Counts,
 }
 
 impl Counters {
     /// The counts identity, everywhere.
     pub fn add_up(&self) -> bool {
-        self.groups.iter().all(Counts::adds_up) && self.slots.adds_up()
+        self.groups.iter().chain([&self.slots, &self.host_blocks, &self.host_slots]).all(Counts::adds_up)
     }
 }
 
@@ -49,7 +55,7 @@ pub struct Info {
     pub prompt_tokens: u32,
     /// Tokens it produced.
     pub output_tokens: u32,
-    /// Positions whose KV is written.
+    /// Positions whose KV is written, on the device or in host memory.
     pub computed_tokens: u32,
     /// Prompt tokens that it did not compute at its first admission: found in the index, shared with a fork, or loaded.
     pub cached_tokens: u32,
@@ -78,6 +84,8 @@ pub struct Scheduler {
     pub(crate) geometry: Geometry,
     pub(crate) layout: Layout,
     pub(crate) kv: Kv,
+    pub(crate) host: HostPool,
+    pub(crate) swaps: Swaps,
     pub(crate) seqs: SeqPool,
     pub(crate) lanes: Lanes,
     pub(crate) waiting: Waiting,
@@ -155,6 +163,8 @@ impl Scheduler {
             prefix_caching: config.prefix_caching,
             ring_slots: config.ring_slots as usize,
             kv: Kv { blocks, states, tables, now: StepId(1), launched: StepId(0), misuse: 0 },
+            host: HostPool::new(config.host_blocks, config.host_slots),
+            swaps: Swaps::with_capacity(seqs, if config.host_blocks > 0 { layout.deltas } else { 0 }),
             seqs: SeqPool::default(),
             lanes: Lanes::with_capacity(seqs),
             waiting: Waiting::default(),
@@ -300,8 +310,7 @@ impl Scheduler {
         let cold = self.seqs.get(seq)?;
         let lane = self.seqs.lane(seq);
         let decoding = lane.is_some_and(|lane| self.lanes.has_newest(lane));
-        let computed =
-            lane.map_or_else(|| cold.holding.as_ref().map_or(0, |h| h.computed), |lane| self.lanes.confirmed[lane]);
+        let computed = lane.map_or_else(|| cold.computed(), |lane| self.lanes.confirmed[lane]);
         let len = if decoding { computed + 1 } else { cold.history.len() as u32 };
         Some(Info {
             status,
@@ -371,9 +380,12 @@ impl Scheduler {
 
     /// States of all pages and slots.
     pub fn counts(&self) -> Counters {
+        let [host_blocks, host_slots] = self.host.counts();
         Counters {
             groups: (0..self.geometry.sections.len()).map(|g| self.kv.blocks.counts(g)).collect(),
             slots: self.kv.states.counts(),
+            host_blocks,
+            host_slots,
         }
     }
 
@@ -384,8 +396,10 @@ impl Scheduler {
     pub fn check(&self) -> Result<(), String> {
         self.kv.blocks.check()?;
         self.kv.states.check()?;
-        if self.kv.misuse > 0 {
-            return Err(format!("{} calls were refused by a pool", self.kv.misuse));
+        self.host.check()?;
+        let misuse = self.kv.misuse + self.host.misuse;
+        if misuse > 0 {
+            return Err(format!("{misuse} calls were refused by a pool"));
         }
         self.check_holders()
     }
@@ -401,12 +415,14 @@ impl Scheduler {
                 Status::WaitGrammar => metrics.wait_grammar += 1,
                 Status::WaitKv => metrics.wait_kv += 1,
                 Status::WaitFork => metrics.wait_fork += 1,
+                Status::SwappingOut => metrics.swapping_out += 1,
+                Status::Swapped => metrics.swapped += 1,
                 _ => {}
             }
         }
         metrics.transfers = self.transfers.open() as u64;
         metrics.available_blocks = self.kv.available().into();
-        metrics.misuse = self.kv.misuse;
+        metrics.misuse = self.kv.misuse + self.host.misuse;
         metrics
     }
 

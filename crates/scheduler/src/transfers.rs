@@ -7,7 +7,7 @@ use crate::error::TransferError;
 use crate::kv::Holding;
 use crate::pool::Status;
 use crate::scheduler::Scheduler;
-use deepinfer_kvindex::{Block, Fence, Owner, Seq, StateSlot, TransferId};
+use deepinfer_kvindex::{Block, Fence, Owner, Seq, StateSlot, StepId, TransferId};
 
 /// What a save may read until it is closed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,6 +35,9 @@ pub struct Load {
     pub tokens: u32,
     /// State slot.
     pub slot: StateSlot,
+    /// Newest launched step, 0 when none is in flight: whoever wrote or reads these blocks before does so in it at the
+    /// latest. The mover writes after it has completed, or behind it in the device's order.
+    pub after: StepId,
 }
 
 enum Kind {
@@ -189,7 +192,8 @@ impl Scheduler {
         if let Some(cold) = self.seqs.get_mut(seq) {
             cold.load = Some(transfer);
         }
-        Ok(Load { transfer, blocks, present: present << self.geometry.shift, tokens, slot })
+        let after = StepId(if self.completed < self.step { self.step } else { 0 });
+        Ok(Load { transfer, blocks, present: present << self.geometry.shift, tokens, slot, after })
     }
 
     /// Ends a transfer: its mover touches the memory no more. False, and only counted, if it is not open.

@@ -319,6 +319,31 @@ fn two_parked_holders_of_half_the_pool_each_make_progress() {
     rig.verify_empty();
 }
 
+#[test]
+fn a_waiting_holder_of_loaded_kv_is_a_victim_before_a_running_sequence_that_came_first() {
+    // Two blocks run, four are held by a sequence that came later and needs a fifth; then the runner needs a third.
+    let mut rig = Rig::new(&config(16, 7, 4, 64));
+    let runner = rig.add_long(&prompt(1, 30), 20);
+    rig.step();
+    let prepared = arriving(2, 64, 1, 4, 5);
+    let held = rig.submit(&prepared, 5).unwrap()[0];
+    rig.step();
+    let load = rig.scheduler.begin_load(held, 64).unwrap();
+    rig.fill_load(&load, &prepared.tokens);
+    rig.inbox.transfer(load.transfer, Outcome::Done).unwrap();
+    rig.step();
+    let info = rig.scheduler.info(held).unwrap();
+    assert_eq!((info.status, info.computed_tokens), (Status::Ready, 64));
+    while !rig.finished.contains_key(&runner) {
+        rig.step();
+    }
+    assert_eq!(rig.scheduler.snapshot().preemptions, 0);
+    rig.run(40);
+    assert_eq!(rig.finished[&held], Finish::Length as i32);
+    rig.verify_streams(256);
+    rig.verify_empty();
+}
+
 #[derive(Clone, Debug)]
 enum Op {
     Add {

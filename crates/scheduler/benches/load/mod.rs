@@ -69,6 +69,8 @@ impl Load {
             root: Root { model: "bench".into(), block_tokens: shape.block, ..Root::default() },
             ring_slots: 3,
             max_in_flight: 1,
+            host_blocks: 0,
+            host_slots: 0,
         };
         let mut scheduler = Scheduler::new(&config).unwrap();
         let fields = scheduler.layout();

@@ -5,6 +5,7 @@
 
 #![allow(dead_code, clippy::unwrap_used, clippy::panic, clippy::missing_panics_doc)]
 
+mod host;
 mod mover;
 
 use deepinfer_scheduler::{
@@ -93,6 +94,8 @@ pub fn config(block: u32, pages: u32, seqs: u32, tokens: u32) -> Config {
         root: root(block),
         ring_slots: 3,
         max_in_flight: 1,
+        host_blocks: 0,
+        host_slots: 0,
     }
 }
 
@@ -173,6 +176,7 @@ pub struct Rig {
     pub slices: Option<HashMap<u64, u64>>,
     pub steps: u64,
     pub last_rows: BTreeMap<Seq, u64>,
+    pub host: host::Host,
 }
 
 /// What the test knows of a sequence.
@@ -209,6 +213,7 @@ impl Rig {
             seen: vec![0; rows],
             maps,
         };
+        let host = host::Host::new(&scheduler, config);
         let has_state = config.groups.iter().any(|g| matches!(g, GroupSpec::State { .. }));
         Self {
             inbox: scheduler.inbox(),
@@ -225,6 +230,7 @@ impl Rig {
             slices: None,
             steps: 0,
             last_rows: BTreeMap::new(),
+            host,
         }
     }
 
@@ -367,7 +373,7 @@ impl Rig {
         for group in &counts.groups {
             assert_eq!((group.held, group.sequence_refs, group.transfer_refs), (0, 0, 0), "{group:?}");
         }
-        assert_eq!(counts.slots.held, 0);
+        assert_eq!((counts.slots.held, counts.host_blocks.held, counts.host_slots.held), (0, 0, 0));
     }
 
     /// KV of a slot map.
@@ -525,6 +531,7 @@ impl Rig {
         let state_clones = field("clone_states", head[header::CLONE_STATES], 2);
         let zeroes = field("zero_states", head[header::ZERO_STATES], 1);
         let admitted = field("admitted", head[header::ADMITTED], 4);
+        self.swap_out(slot, head);
         let mut seen = HashMap::new();
         for d in &deltas {
             assert!(seen.insert((d[0], d[1]), d[2]).is_none(), "no table entry twice");
@@ -547,6 +554,7 @@ impl Rig {
                 self.device.kv[m].copy_within(from..from + e, to);
             }
         }
+        self.swap_in(slot, head);
         for a in admitted {
             let row = a[0] as usize;
             let computed = a[3] as u32;
