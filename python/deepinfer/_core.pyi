@@ -16,6 +16,7 @@ __all__ = [
     "CoreConfig",
     "KvTicket",
     "KvTransfer",
+    "MtpRuntime",
     "PagedGroup",
     "StateGroup",
     "bench_chain_hash",
@@ -290,6 +291,17 @@ class Core:
     def set_draft_budget(self, rows: int) -> None:
         """Most draft rows of one step over all sequences, from the next ``schedule`` on."""
 
+    def set_ngram(self, tokens: int, *, shortest: int = 2, longest: int = 4, candidates: int = 16, catch_up: int = 16_384) -> None:
+        """Turns prompt lookup on: up to ``tokens`` drafts a sequence, copied from where its newest ``shortest`` to ``longest`` tokens
+        occurred before. A pass looks at ``candidates`` occurrences a sequence at most and enters ``catch_up`` positions in all.
+
+        Raises:
+            ConfigError: a value is out of range, or ``tokens`` is above ``max_draft``.
+        """
+
+    def propose_ngram(self) -> int:
+        """Proposes drafts for all decoding sequences, between ``complete`` and ``schedule``; gives their number."""
+
     def schedule(self, now_ns: int) -> int:
         """Plans the next step into a ring slot and gives the slot; −1 when there is nothing to run (then see ``flush``).
 
@@ -510,6 +522,34 @@ class KvTransfer:
 
     def close(self) -> None:
         """Ends every offer and connection; later calls raise ``KvTransferError``. Idempotent."""
+
+@final
+class MtpRuntime:
+    """From times of completed steps to the budget of draft rows of the next step.
+
+    ``sizes`` are the row counts that steps are padded to, rising; without them, sizes up to ``rows`` a quarter apart. Up to
+    ``full_below`` sequences every draft is verified. Every ``explore_every`` updates (0 = never) the budget is that of the size which
+    was measured longest ago.
+
+    Raises:
+        ConfigError: no draft, or sizes that do not rise.
+    """
+
+    def __new__(
+        cls, max_draft: int, *, sizes: Sequence[int] = ..., rows: int = 0, full_below: int = 4, explore_every: int = 200
+    ) -> MtpRuntime: ...
+    def update(self, num_seqs: int, graph_size: int, forward_ms: float, sampler_ms: float) -> int:
+        """Takes in a completed step of ``num_seqs`` decoding sequences (nothing else) and ``graph_size`` rows; gives the budget for a
+        step of as many sequences."""
+
+    def note_accepted(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Takes in, by place, how many sequences of a completed step had such a draft and how many accepted it and all before."""
+
+    def survival(self, place: int) -> float:
+        """Estimated probability that draft ``place`` makes a token."""
+
+    def expected_ms(self, rows: int) -> float:
+        """Expected time of a step of ``rows`` rows; 0 while nothing was measured."""
 
 def bench_steps(core: Core, steps: int, now_ns: int, token: int, shared: Any, prompt_tokens: int, refill: int) -> list[int]:
     """Nanoseconds of ``schedule`` plus ``complete`` in each of ``steps`` steps, timed inside Rust; every sequence samples ``token``.

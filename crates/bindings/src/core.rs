@@ -4,7 +4,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, OnceLock};
 
 use deepinfer_scheduler::{
-    Extra, Inbox, Outcome, PrepFlags, Prepared, RingView, Scheduler, Seq, SlotMap, StepError, StepId, TransferError,
+    Extra, Inbox, NgramConfig, Outcome, PrepFlags, Prepared, RingView, Scheduler, Seq, SlotMap, StepError, StepId,
+    TransferError,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -247,6 +248,24 @@ impl Core {
 
     fn set_draft_budget(&self, py: Python<'_>, rows: u32) -> PyResult<()> {
         self.with(py, |inner| inner.scheduler.set_draft_budget(rows))
+    }
+
+    #[pyo3(signature = (tokens, *, shortest = 2, longest = 4, candidates = 16, catch_up = 16_384))]
+    fn set_ngram(
+        &self,
+        py: Python<'_>,
+        tokens: u32,
+        shortest: u32,
+        longest: u32,
+        candidates: u32,
+        catch_up: u32,
+    ) -> PyResult<()> {
+        let config = NgramConfig { shortest, longest, tokens, candidates, catch_up };
+        self.with(py, |inner| inner.scheduler.set_ngram(config))?.map_err(|refused| error::raise(py, &refused))
+    }
+
+    fn propose_ngram(&self, py: Python<'_>) -> PyResult<u32> {
+        self.with(py, |inner| inner.scheduler.propose_ngram())
     }
 
     fn schedule(&self, py: Python<'_>, now_ns: u64) -> PyResult<i32> {

@@ -18,6 +18,7 @@ mod metrics;
 mod output;
 mod prepared;
 mod ring;
+mod speculative;
 mod transfers;
 
 use pyo3::prelude::*;
@@ -31,6 +32,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<config::StateGroup>()?;
     module.add_class::<config::CoreConfig>()?;
     module.add_class::<core::Core>()?;
+    module.add_class::<speculative::MtpRuntime>()?;
     module.add_class::<kvtransfer::KvTicket>()?;
     module.add_class::<kvtransfer::KvTransfer>()?;
     module.add_function(wrap_pyfunction!(bench::bench_steps, module)?)?;
