@@ -1,4 +1,5 @@
-"""Same input, same bits: how requests are batched, cut, cached or interrupted never shows in a token or a log-probability.
+"""Same input, same bits: how requests are batched, cut, cached or interrupted never shows in a token or a log-probability, nor does
+whether steps overlap: what is compared with is computed one request and one step at a time.
 
 Log-probabilities of the whole vocabulary are asked for, so that every logit of every step is compared.
 """
@@ -31,8 +32,8 @@ def mixed(count: int, tokens: int = 12) -> list[SamplingParams]:
 
 
 def alone(model: str, device: str, prompts: list[list[int]], params: list[SamplingParams], **settings: object) -> list[Answer]:
-    """Each prompt by itself, unchunked, without prefix cache and without pressure."""
-    with make_engine(model, device, enable_prefix_caching=False, max_num_seqs=1, **settings) as engine:
+    """Each prompt by itself, unchunked, without prefix cache, without pressure, and with one step after the other."""
+    with make_engine(model, device, enable_prefix_caching=False, max_num_seqs=1, zero_overhead=False, **settings) as engine:
         return [generate(engine, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
 
 
@@ -89,8 +90,9 @@ def test_preemption_and_recompute_leave_no_trace(device: str) -> None:
     prompts = random_prompts((20, 33, 18, 47, 9, 30), seed=2)
     params = mixed(6, 40)
     want = alone(model, device, prompts, params)
-    for caching in (False, True):
-        with make_engine(model, device, block_size=16, num_kv_blocks=10, enable_prefix_caching=caching) as engine:
+    for caching, overlap in ((False, False), (False, True), (True, True)):
+        small = {"block_size": 16, "num_kv_blocks": 10, "enable_prefix_caching": caching, "zero_overhead": overlap}
+        with make_engine(model, device, **small) as engine:
             got = generate(engine, prompts, params)
             assert engine.core_stats()["preemptions"] > 0, "the pool was meant to be too small"
         assert all(map(same_bits, want, got))

@@ -10,6 +10,7 @@ import torch
 from deepinfer.models.base import PagedGroup, Source, StateGroup
 from deepinfer.worker.input_batch import InputBatch, one_sequence
 from deepinfer.worker.kv_cache import KVCache, state_bytes, zeros
+from deepinfer.worker.resolve import SlotMap
 from deepinfer.worker.step_ring import Header, StepRing
 
 LAYOUT = [("header", 64), ("ids", 8), ("pos", 8), ("slots0", 8), ("cu_q", 5), ("seq_len", 4), ("state_row", 4)]
@@ -118,7 +119,7 @@ def test_a_tensor_name_is_declared_once() -> None:
 
 def test_block_table_after_deltas_equals_the_master(device: str) -> None:
     r = ring(device)
-    inputs = InputBatch(5, 6, 16, 1, torch.device(device))
+    inputs = InputBatch(5, 6, 16, [SlotMap(0, 16, 16)], torch.device(device))
     master = torch.zeros(5, 6, dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     for step in range(12):
@@ -136,14 +137,14 @@ def test_block_table_after_deltas_equals_the_master(device: str) -> None:
 
 def test_forward_batch_holds_only_the_rows_of_the_step(device: str) -> None:
     slot = ring(device).slots[0]
-    inputs = InputBatch(5, 6, 16, 1, torch.device(device))
+    inputs = InputBatch(5, 6, 16, [SlotMap(0, 16, 16)], torch.device(device))
     inputs.table.copy_(torch.arange(30, device=device).view(5, 6))
     a = slot.a
     a["header"][:14] = [3, 1, 0, 4, 2, 1, 0, 0, 0, 0, 0, 0, 3, 40]
     a["ids"][:], a["pos"][:], a["slots0"][:] = range(8), range(10, 18), [5, 6, -1, 8, 0, 0, 0, 0]
     a["cu_q"][:3], a["seq_len"][:2], a["state_row"][:2] = [0, 1, 4], [40, 3], [4, 2]
     slot.upload()
-    batch = inputs.build(slot, Header.read(a["header"]))
+    batch, _ = inputs.build(slot, Header.read(a["header"]))
     assert batch.ids.tolist() == [0, 1, 2, 3] and batch.pos.tolist() == [10, 11, 12, 13]
     assert batch.slots[0].tolist() == [5, 6, -1, 8] and batch.ids.dtype == batch.pos.dtype == batch.slots[0].dtype == torch.int64
     assert batch.cu_q.tolist() == batch.cu_q_host == [0, 1, 4] and batch.seq_len.tolist() == batch.seq_len_host == [40, 3]

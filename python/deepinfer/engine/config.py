@@ -67,6 +67,8 @@ class EngineConfig:
         kv_transfer_address: ``host:port`` at which a prompt engine offers KV over TCP; port 0 = any free one.
         kv_transfer_token: shared secret of the engines that hand over to each other, at least 16 bytes.
         handover_lease: seconds that a hand-over may take; what is held for it is free after that.
+        zero_overhead: plan and launch the next step while the device runs this one; results are the same either way. ``None`` =
+            ``DEEPINFER_ZERO_OVERHEAD_SCHEDULING``.
         num_threads: torch threads; ``None`` = ``DEEPINFER_NUM_THREADS``, else torch's choice.
         quiet: leave the capacity report out; ``None`` = ``DEEPINFER_QUIET``.
 
@@ -98,6 +100,7 @@ class EngineConfig:
     kv_transfer_address: str = "127.0.0.1:0"
     kv_transfer_token: bytes | None = field(default=None, repr=False)
     handover_lease: float = 60.0
+    zero_overhead: bool | None = None
     num_threads: int | None = None
     quiet: bool | None = None
 
@@ -129,6 +132,8 @@ class EngineConfig:
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
+        if self.zero_overhead is not None and not isinstance(self.zero_overhead, bool):
+            raise ConfigError(f"zero_overhead must be True, False or left out, got {self.zero_overhead!r}")
         self._check_memory()
         self._check_role()
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
@@ -209,6 +214,7 @@ class EngineConfig:
             kv_memory_fraction=_DEFAULT_FRACTION[kind] if self.kv_memory_fraction is None else self.kv_memory_fraction,
             num_threads=threads,
             quiet=environ.get("DEEPINFER_QUIET") if self.quiet is None else self.quiet,
+            zero_overhead=environ.get("DEEPINFER_ZERO_OVERHEAD_SCHEDULING") if self.zero_overhead is None else self.zero_overhead,
         )
 
 
@@ -223,6 +229,7 @@ class RunConfig:
     kv_memory_fraction: float
     num_threads: int | None
     quiet: bool
+    zero_overhead: bool = True
 
     @property
     def device(self) -> torch.device:

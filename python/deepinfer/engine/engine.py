@@ -23,6 +23,7 @@ from deepinfer.engine.hooks import Admission, EngineHooks
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
+from deepinfer.engine.step_loop import RING_SLOTS, EngineCounters, Launched, StepLoop
 from deepinfer.engine.tokenizer import check_token_ids
 from deepinfer.errors import (
     ConfigError,
@@ -33,7 +34,6 @@ from deepinfer.errors import (
     InvalidRequestError,
     PromptTooLongError,
     StepFailedError,
-    StepOrderError,
 )
 from deepinfer.kernels import KERNEL_SET
 from deepinfer.kvcache.handover import Handover
@@ -42,11 +42,12 @@ from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, PagedGroup, StateGroup
 from deepinfer.outputs import FinishReason
 from deepinfer.worker import sync_guard
+from deepinfer.worker.device_queue import StepTimes, make_queue
+from deepinfer.worker.grammar import DeadEndError, Grammar, fill_masks
 from deepinfer.worker.logprobs import HostLogprobs
 from deepinfer.worker.runner import ModelRunner, RunnerLimits, StepResult
 from deepinfer.worker.sampling_state import RowSampling
 
-_RING_SLOTS = 3
 _OUTPUT_WORDS = _core.OUTPUT_WORDS
 _FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort", "error", None)
 _HANDOVER = 5
@@ -67,20 +68,8 @@ class _Answer:
     cached_tokens: int = 0
     told: bool = False
     produced: int = 0  # leading output tokens that another engine made and told
-
-
-@dataclass
-class EngineCounters:
-    """Totals since the start, for benches and metrics; seconds of the wall clock."""
-
-    steps: int = 0
-    schedule_s: float = 0.0
-    execute_s: float = 0.0
-    complete_s: float = 0.0
-    prefill_tokens: int = 0
-    generated_tokens: int = 0
-    failed_steps: int = 0
-    requests: int = 0
+    grammar: Grammar | None = None
+    error: str | None = None
 
 
 class Engine(EngineHooks):
@@ -122,6 +111,7 @@ class Engine(EngineHooks):
         self._core = _core.Core(self._core_config(paged, state))
         self._runner = self._make_runner(paged, state)
         self._core.register_ring(self._runner.ring.registration())
+        self._loop = StepLoop(self._core, self._runner, self._depth, self, self.counters)
         self._answers: dict[int, _Answer] = {}
         self._requests: dict[str, list[int]] = {}
         self._handle_of_slot: NDArray[np.uint64] = np.zeros(self._num_slots, np.uint64)
@@ -132,6 +122,11 @@ class Engine(EngineHooks):
         self.init_pd_split()
         gc.collect()
         gc.freeze()  # weights and modules live for the process: later collections need not walk them
+
+    @property
+    def _depth(self) -> int:
+        """Most steps in flight."""
+        return 2 if self.run.zero_overhead else 1
 
     @property
     def _num_slots(self) -> int:
@@ -151,7 +146,8 @@ class Engine(EngineHooks):
             max_num_batched_tokens=self.run.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
-            ring_slots=_RING_SLOTS,
+            ring_slots=RING_SLOTS,
+            max_in_flight=self._depth,
             device_ordered=True,
             prefix_caching=self.config.enable_prefix_caching,
             engine_type=self.config.engine_type,
@@ -197,7 +193,8 @@ class Engine(EngineHooks):
             self.run.platform.pinned,
             self._admitted,
             self._restored,
-            _RING_SLOTS,
+            make_queue(self.run.device, self._depth > 1),
+            RING_SLOTS,
         )
 
     # Requests
@@ -271,6 +268,7 @@ class Engine(EngineHooks):
             salt=request.salt,
             stream=_streams(request),
             prompt_logprobs=p.prompt_logprobs is not None,
+            grammar=request.grammar is not None,
             n=p.n,
         )
         for index, handle in enumerate(handles):
@@ -282,7 +280,19 @@ class Engine(EngineHooks):
             self._answers[handle] = answer
         self._requests[request.request_id] = list(handles)
         self.counters.requests += 1
+        if request.grammar is not None:
+            self._runner.masks.prepare()
+            for handle in handles:
+                self._make_grammar(handle, request.grammar)
         return handles[0]
+
+    def _make_grammar(self, handle: int, make: Callable[[], Grammar]) -> None:
+        answer = self._answers[handle]
+        try:
+            answer.grammar = make()
+        except Exception as e:
+            answer.error = f"the grammar cannot be used: {type(e).__name__}: {e}"
+        self._core.grammar_ready(handle, answer.grammar is not None)
 
     def abort(self, request_id: str) -> None:
         """Ends all answers of a request at once; no delta of it follows. Unknown and finished ids are ignored."""
@@ -304,8 +314,9 @@ class Engine(EngineHooks):
                 return
 
     def has_unfinished(self) -> bool:
-        """Whether any request has not ended, or memory of one that was handed over has not come back."""
-        return bool(self._answers) or (self._role is not None and self._role.busy)
+        """Whether a step could make progress: a request has not ended, a step is in flight, or memory of a sequence that was handed
+        over has not come back."""
+        return bool(self._answers) or self._loop.in_flight > 0 or (self._role is not None and self._role.busy)
 
     def rest(self) -> tuple[int, float] | None:
         """After a step with nothing to run: a descriptor that becomes readable when a hand-over has moved on, and the seconds after
@@ -321,38 +332,19 @@ class Engine(EngineHooks):
     # Steps
 
     def step(self) -> list[SequenceDelta]:
-        """Runs one step: schedule, execute, complete. Gives what there is to tell, often nothing.
+        """One turn of the step loop: schedule, launch, complete; see :class:`~deepinfer.engine.step_loop.StepLoop` for their order.
+        Gives what there is to tell, often nothing.
 
         A forward that raises ends the requests of that step with ``"error"``; others go on. An interrupt (Ctrl-C) aborts
         everything, leaves an empty engine, and is raised again.
         """
         self._check_open()
         try:
-            news = self._move_handovers()
-            begin = time.perf_counter()
-            slot = self._core.schedule(time.monotonic_ns())
-            planned = time.perf_counter()
-            self.counters.schedule_s += planned - begin
-            self._idle = slot < 0
-            if slot < 0:
-                self._core.flush()
-                return news + self._deltas()
-            try:
-                self.post_schedule(slot)
-                result = self._runner.execute(slot)
-            except Exception as e:
-                return news + self._fail(slot, e)
-            executed = time.perf_counter()
-            self._core.complete(slot, time.monotonic_ns())
-            completed = time.perf_counter()
-            self._count(result, executed - planned, completed - executed)
-            if result.logprobs is not None:
-                self._keep_logprobs(result, result.logprobs)
-            for piece in result.prompt_logprobs:
-                self._keep_prompt_logprobs(piece.state_slot, piece.start, piece.values)
-            return news + self._deltas()
+            self._idle = False
+            return self._move_handovers() + self._loop.advance()
         except KeyboardInterrupt:
-            self._interrupted()
+            self._loop.drop_all()
+            self.abort_all()
             raise
 
     def _move_handovers(self) -> list[SequenceDelta]:
@@ -368,6 +360,45 @@ class Engine(EngineHooks):
                 news.append(SequenceDelta(answer.request.request_id, answer.index, [], timing=answer.timing).failed(error))
                 self._forget(handle, answer)
         return news
+
+    # What the step loop tells and asks (see `step_loop.StepOwner`)
+
+    def handles_of(self, state_slots: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """Handles of the sequences that have these state slots now."""
+        return self._handle_of_slot[state_slots]
+
+    def step_completed(self, launched: Launched, result: StepResult, times: StepTimes | None) -> list[SequenceDelta]:
+        """Keeps log-probabilities of what the core kept, moves grammars, and gives the deltas."""
+        if result.logprobs is not None or launched.grammars:
+            kept, first = self._kept_tokens(result.header.seqs)
+            if result.logprobs is not None:
+                self._keep_logprobs(launched, result, result.logprobs, kept)
+            for i in launched.grammars:
+                if kept[i]:
+                    self._move_grammar(int(launched.handles[i]), int(kept[i]), int(first[i]))
+        for piece in result.prompt_logprobs:
+            self._keep_prompt_logprobs(int(launched.handles[piece.index]), piece.start, piece.values)
+        return self._deltas()
+
+    def step_failed(self, error: StepFailedError) -> list[SequenceDelta]:
+        """The step's sequences have ended; the core released their KV, nothing of it was published."""
+        self.last_failure = error
+        return self._deltas(str(error))
+
+    def flushed(self) -> list[SequenceDelta]:
+        """Deltas of what ended outside of a step; there is nothing to run."""
+        self._idle = True
+        return self._deltas()
+
+    def _kept_tokens(self, seqs: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Of each sequence of the completed step the number of tokens that the core kept (0 if it had ended or was preempted
+        meanwhile), and the first of them."""
+        rows = np.frombuffer(self._core.outputs(), np.int32).reshape(-1, _OUTPUT_WORDS)
+        rows = rows[rows[:, _O_ROW] >= 0]
+        kept, first = np.zeros(seqs, np.int32), np.zeros(seqs, np.int32)
+        kept[rows[:, _O_ROW]] = rows[:, _O_COUNT]
+        first[rows[:, _O_ROW]] = rows[:, _O_FIRST]
+        return kept, first
 
     def _deltas(self, error: str | None = None) -> list[SequenceDelta]:
         """Deltas of the rows that somebody must look at."""
@@ -410,7 +441,7 @@ class Engine(EngineHooks):
                 late = self._role.late(handle) if isinstance(self._role, CompletionRole) else None
                 if late is not None:
                     delta.error_kind = HandoverError.__name__
-                delta.error = error or late or "the engine ended this request"
+                delta.error = answer.error or error or late or "the engine ended this request"
             self._forget(handle, answer)
         return delta
 
@@ -442,49 +473,75 @@ class Engine(EngineHooks):
         made = self._core.output_tokens(handle)
         return [] if made is None else made.tolist()
 
-    def _keep_logprobs(self, result: StepResult, values: HostLogprobs) -> None:
-        for i, (state_slot, count) in enumerate(zip(result.logprob_slots, result.logprob_counts, strict=True)):
-            answer = self._answers.get(int(self._handle_of_slot[state_slot]))
+    def _keep_logprobs(self, launched: Launched, result: StepResult, values: HostLogprobs, kept: NDArray[np.int32]) -> None:
+        offsets = launched.sample_off
+        owner = np.searchsorted(offsets[1:], result.logprob_rows, side="right")
+        nth = result.logprob_rows - offsets[owner]
+        for i in np.flatnonzero(nth < kept[owner]).tolist():
+            answer = self._answers.get(int(launched.handles[owner[i]]))
             if answer is not None and answer.logprobs is not None:
-                answer.logprobs.append(_token_logprobs(values, i, count))
+                answer.logprobs.append(_token_logprobs(values, i, result.logprob_counts[i]))
 
-    def _keep_prompt_logprobs(self, state_slot: int, start: int, values: HostLogprobs) -> None:
-        answer = self._answers.get(int(self._handle_of_slot[state_slot]))
+    def _keep_prompt_logprobs(self, handle: int, start: int, values: HostLogprobs) -> None:
+        answer = self._answers.get(handle)
         if answer is not None and answer.prompt_logprobs is not None:
             for i in range(len(values.rank)):
                 answer.prompt_logprobs[start + i] = _token_logprobs(values, i, values.ids.shape[1] - 1)
 
-    def _count(self, result: StepResult, execute_s: float, complete_s: float) -> None:
-        c, h = self.counters, result.header
-        c.steps += 1
-        c.execute_s += execute_s
-        c.complete_s += complete_s
-        c.prefill_tokens += h.rows - h.decodes
-        c.generated_tokens += h.samples
+    # Grammars
+
+    def _move_grammar(self, handle: int, count: int, first: int) -> None:
+        """Tells a grammar the tokens of its sequence that the core kept; one that refuses ends its request."""
+        answer = self._answers.get(handle)
+        if answer is None or answer.grammar is None or answer.error is not None:
+            return
+        tokens = [first] if count == 1 else self._output(handle)[-count:]
+        accepted = 0
+        try:
+            while accepted < count and answer.grammar.accept(tokens[accepted]):
+                accepted += 1
+            why = f"the grammar refuses token {tokens[accepted]}" if accepted < count else ""
+        except Exception as e:
+            why = f"the grammar failed with {type(e).__name__}: {e}"
+        if why:
+            self._end_grammar(handle, answer, count - accepted, why)
+
+    def fill_masks(self, launched: Launched) -> None:
+        """Writes the masks of a launched step's grammar rows; nothing that a grammar raises leaves its own request."""
+        fields = self._runner.ring.slots[launched.slot].a
+        masks = self._runner.masks.host(launched.slot)
+        at = 0
+        for i in launched.grammars:
+            first, end = int(launched.sample_off[i]), int(launched.sample_off[i + 1])
+            rows = masks[at : at + end - first]
+            at += end - first
+            handle = int(launched.handles[i])
+            answer = self._answers.get(handle)
+            if answer is None or answer.grammar is None or answer.error is not None or not len(rows):
+                rows[:] = -1  # a sequence that has ended meanwhile: nothing of its rows is kept
+                continue
+            drafts = fields["ids"][fields["sample_row"][first + 1 : end]].tolist()
+            try:
+                fill_masks(answer.grammar, rows, drafts)
+            except Exception as e:
+                rows[:] = -1
+                why = str(e) if isinstance(e, DeadEndError) else f"the grammar failed with {type(e).__name__}: {e}"
+                self._end_grammar(handle, answer, 0, why)
+
+    def _end_grammar(self, handle: int, answer: _Answer, beyond: int, why: str) -> None:
+        """Ends one answer, and no other, without its last ``beyond`` tokens."""
+        answer.error = why
+        if (info := self._core.info(handle)) is not None:
+            self._core.stop_at(handle, info["output_tokens"] - beyond, "error")
 
     # Faults and the end
-
-    def _fail(self, slot: int, error: Exception) -> list[SequenceDelta]:
-        """Ends the step's sequences with the error; the core releases their KV, nothing of it was published."""
-        self.counters.failed_steps += 1
-        self._core.fail_step(slot)
-        failure = StepFailedError(f"the step failed with {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        self.last_failure = failure
-        return self._deltas(str(failure))
-
-    def _interrupted(self) -> None:
-        """Empties the engine after an interrupt, wherever in a step it came: the step in flight, if any, has failed."""
-        for slot in range(_RING_SLOTS):
-            with suppress(StepOrderError):  # this slot holds no step in flight
-                self._core.fail_step(slot)
-        self.abort_all()
 
     def abort_all(self) -> None:
         """Aborts every request and returns all blocks to the pool."""
         for request_id in list(self._requests):
             self.abort(request_id)
         self._answers.clear()
+        self._loop.drop_all()
         while (slot := self._core.schedule(time.monotonic_ns())) >= 0:  # carries out the aborts; nothing is left to plan
             self._core.fail_step(slot)
 
@@ -530,8 +587,9 @@ class Engine(EngineHooks):
         self._closed = True
         if self._role is not None:
             self._role.close()
+        self._runner.close()
         self._core.close()
-        del self._role, self._runner, self.model
+        del self._loop, self._role, self._runner, self.model
         gc.unfreeze()
         gc.collect()
         if self.run.platform.name == "cuda":

@@ -44,6 +44,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("DEEPINFER_ACCELERATOR", "auto | cpu | cuda | cuda:N", str, "auto", "device when `device` is left at 'auto'"),
     Switch("DEEPINFER_DISABLE_SYNC_GUARD", "0 | 1", _bool, False, "let the launch path wait for the device instead of failing the step"),
     Switch("DEEPINFER_NUM_THREADS", "integer", _threads, None, "torch threads of the step loop; unset = torch's own choice"),
+    Switch("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "0 | 1", _bool, True, "plan and launch a step while the device runs the one before it"),
     Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),
 )
 _BY_NAME = {s.name: s for s in SWITCHES}

@@ -6,7 +6,7 @@ Everything here pickles, so that the engine may live in another process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from deepinfer.errors import DeepInferError
 from deepinfer.outputs import FinishReason
 from deepinfer.sampling import SamplingParams
+from deepinfer.worker.grammar import Grammar
 
 if TYPE_CHECKING:
     from deepinfer import _core
@@ -59,6 +60,7 @@ class EngineRequest:
         salt: tenant salt of the prefix chain.
         priority: smaller is served first.
         arrival: ``time.monotonic()`` of submission.
+        grammar: makes the matcher of one answer; called once for each. Must pickle if the engine lives in another process.
     """
 
     request_id: str
@@ -72,6 +74,7 @@ class EngineRequest:
     salt: bytes = b""
     priority: int = 0
     arrival: float = 0.0
+    grammar: Callable[[], Grammar] | None = None
 
 
 @dataclass(slots=True)

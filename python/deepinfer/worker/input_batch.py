@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from deepinfer.models.base import ForwardBatch
+from deepinfer.worker.resolve import SlotMap, StepRows, StepTokens, resolve
 from deepinfer.worker.step_ring import Header, RingSlot
 
 
@@ -17,14 +18,14 @@ class InputBatch:
         num_slots: state slots, the null slot included; a sequence's row is its state slot.
         columns: columns of the table over all groups.
         page_tokens: tokens of a page when there is one paged group; the gathered table is then cut to the longest context.
-        num_slot_maps: how many `slots{j}` fields a step has.
+        slot_maps: one per `slots{j}` field of a step.
         device: where the table lives.
     """
 
-    def __init__(self, num_slots: int, columns: int, page_tokens: int | None, num_slot_maps: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, columns: int, page_tokens: int | None, slot_maps: Sequence[SlotMap], device: torch.device) -> None:
         self.table = torch.zeros((num_slots, columns), dtype=torch.int32, device=device)
         self._page_tokens = page_tokens
-        self._slot_maps = [f"slots{j}" for j in range(num_slot_maps)]
+        self._slot_maps = list(slot_maps)
 
     def apply_deltas(self, slot: RingSlot, header: Header) -> None:
         """Stores this step's (row, column, page) triples; no cell is named twice in a step, so their order is free."""
@@ -32,18 +33,31 @@ class InputBatch:
             row, column, page = slot.d["table_delta"][: 3 * header.deltas].view(-1, 3).unbind(1)
             self.table[row.long(), column.long()] = page
 
-    def build(self, slot: RingSlot, header: Header) -> ForwardBatch:
-        """The forward's arguments of a step whose inputs have been uploaded and whose deltas have been applied."""
+    def build(self, slot: RingSlot, header: Header, before: StepTokens | None = None) -> tuple[ForwardBatch, torch.Tensor]:
+        """The forward's arguments of a step whose inputs have been uploaded and whose deltas have been applied, and the positions
+        of the tokens to be drawn (int64, one per sampling row). ``before``: what the preceding step left, for what is unresolved.
+        """
         d, rows, n = slot.d, header.rows, header.seqs
         table = self.table.index_select(0, d["state_row"][:n])
         if self._page_tokens is not None:
             table = table[:, : max(1, -(-header.max_len // self._page_tokens))]
-        return ForwardBatch(
+        step = StepRows(
             ids=d["ids"][:rows].long(),
             pos=d["pos"][:rows].long(),
-            slots=[d[name][:rows].long() for name in self._slot_maps],
-            cu_q=d["cu_q"][: n + 1],
+            slots=[d[f"slots{j}"][:rows].long() for j in range(len(self._slot_maps))],
             seq_len=d["seq_len"][:n],
+            rng_pos=d["rng_pos"][: header.samples].long() if header.samples else d["pos"].new_empty(0, dtype=torch.int64),
+            table=table,
+        )
+        if header.unresolved:
+            offsets = d["cu_q"][: n + 1], d["sample_off"][: n + 1]
+            resolve(step, before, d["prev_seq"][:n], d["source_row"][:n], *offsets, self._slot_maps)
+        batch = ForwardBatch(
+            ids=step.ids,
+            pos=step.pos,
+            slots=step.slots,
+            cu_q=d["cu_q"][: n + 1],
+            seq_len=step.seq_len,
             block_table=table,
             num_decodes=header.decodes,
             max_q=header.max_q,
@@ -51,6 +65,7 @@ class InputBatch:
             cu_q_host=slot.a["cu_q"][: n + 1].tolist(),
             seq_len_host=slot.a["seq_len"][:n].tolist(),
         )
+        return batch, step.rng_pos
 
 
 def one_sequence(

@@ -1,4 +1,8 @@
-"""The device side of a step, in order: host preparation, one upload, table and page commands, forward, sampling, one wait."""
+"""The device side of a step in two halves, the forward and the sampling of its tokens, handed to the device's queue in order.
+
+What looks at the core's plan or at requests is done by the launching thread before work is handed over; nothing in the work itself
+is read back on the host. The one wait of a step is at its end, for the tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deepinfer.models.base import Model, PagedGroup, StateGroup
+from deepinfer.models.base import ForwardBatch, Model, PagedGroup, StateGroup
+from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, run_in_order
+from deepinfer.worker.grammar import MaskBuffers, apply_masks
 from deepinfer.worker.input_batch import InputBatch, one_sequence
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.logprobs import HostLogprobs, gather_logprobs
+from deepinfer.worker.resolve import SlotMap, StepTokens
 from deepinfer.worker.sampler import Sampler, SampleRows
 from deepinfer.worker.sampling_state import (
     DRAWS,
@@ -55,12 +62,17 @@ class RunnerLimits:
         """Most sampling rows of a step."""
         return self.max_num_seqs * (self.max_draft + 1)
 
+    def resolved_maps(self, page_tokens: Sequence[int]) -> list[SlotMap]:
+        """Slot maps with the first table column of their group, for pages of ``page_tokens`` tokens in each group."""
+        first = [sum(self.columns[:g]) for g in range(len(self.columns))]
+        return [SlotMap(first[g], page_tokens[g], entries) for g, entries in self.slot_maps]
+
 
 @dataclass(frozen=True)
 class PromptLogprobs:
     """Log-probabilities of consecutive prompt tokens of one sequence, the first one at position ``start``."""
 
-    state_slot: int
+    index: int  # of the sequence in the step
     start: int
     values: HostLogprobs
 
@@ -71,17 +83,60 @@ class StepResult:
 
     Attributes:
         header: the step's counts.
-        logprob_slots: state slot of each row of ``logprobs``.
+        logprob_rows: sampling row of each row of ``logprobs``, int64.
         logprob_counts: most likely tokens wanted by each of these rows.
         logprobs: of the tokens drawn, or ``None``.
         prompt_logprobs: one entry per piece of a prompt computed in this step that wants them.
     """
 
     header: Header
-    logprob_slots: list[int] = field(default_factory=list)
+    logprob_rows: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
     logprob_counts: list[int] = field(default_factory=list)
     logprobs: HostLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Admitted:
+    """A sequence given a state slot by a step, as the device half needs it."""
+
+    slot: int
+    row: RowSampling
+    output: Sequence[int]
+    flags: int
+
+
+@dataclass(slots=True)
+class PromptPiece:
+    """Rows of a prompt whose log-probabilities are wanted: of ``targets``, each after the row it follows."""
+
+    index: int
+    first: int
+    start: int
+    targets: list[int]
+    count: int
+
+
+class Step:
+    """A launched step, from its first half to its wait."""
+
+    def __init__(self, index: int, slot: RingSlot, before: Step | None) -> None:
+        self.index, self.slot = index, slot
+        self.header = Header.read(slot.a["header"])
+        self.ticket = Ticket()
+        self.result = StepResult(self.header)
+        self.chosen = _Chosen()
+        self.admitted: list[Admitted] = []
+        self.pieces: list[PromptPiece] = []
+        self.before = before  # until its tokens have been taken, so that steps do not chain
+        self.before_ticket = None if before is None else before.ticket
+        self.left: StepTokens | None = None  # what the next step may need, once sampled
+        self.batch: ForwardBatch | None = None
+        self.hidden: torch.Tensor | None = None
+        self.rng_pos: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Step({self.header.step}, ring slot {self.index})"
 
 
 class ModelRunner:
@@ -95,6 +150,7 @@ class ModelRunner:
         device: where it runs; ``pinned``: whether host buffers are page-locked.
         lookup: gives a sequence's sampling when the core has given it a slot.
         restore: told of each that begins with positions in place, once the step's page and state commands are queued.
+        queue: runs the device half.
     """
 
     def __init__(
@@ -109,65 +165,103 @@ class ModelRunner:
         pinned: bool,
         lookup: Lookup,
         restore: Restore,
+        queue: DeviceQueue,
         ring_slots: int = 3,
     ) -> None:
-        self.model, self.device, self._pinned, self._lookup, self._restore = model, device, pinned, lookup, restore
+        self.model, self.device, self.queue = model, device, queue
+        self._pinned, self._lookup, self._restore = pinned, lookup, restore
         self._paged, self._state_groups, self._limits = list(paged), list(state), limits
         samples = limits.max_samples
-        own = [(name, samples) for name in ("row_slot", "edit_rows", "plain_rows", "ranked_rows", "logprob_rows")]
-        own.append(("params", limits.max_num_seqs * NUM_COLUMNS))
+        own = [(name, samples) for name in ("row_slot", "edit_rows", "plain_rows", "ranked_rows", "logprob_rows", "mask_rows")]
+        own += [("params", limits.max_num_seqs * NUM_COLUMNS), ("source_row", limits.max_num_seqs)]
         self.ring = StepRing(layout, own, device, pinned, ring_slots)
         self.kv = KVCache(paged, num_pages, state, limits.num_slots, device)
         one_group = paged[0].page_tokens if len(paged) == 1 else None
-        self.inputs = InputBatch(limits.num_slots, sum(limits.columns), one_group, len(limits.slot_maps), device)
+        maps = limits.resolved_maps([g.page_tokens for g in paged])
+        self.inputs = InputBatch(limits.num_slots, sum(limits.columns), one_group, maps, device)
         self.sampling = SamplingState(limits.num_slots, model.vocab_size, device)
+        self.masks = MaskBuffers(ring_slots, samples, model.vocab_size, device, pinned)
         self._sampler = Sampler(self.sampling, model.vocab_size)
         self._prompts: dict[int, RowSampling] = {}
-        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        self._last: Step | None = None
 
-    @torch.inference_mode()
-    def execute(self, index: int) -> StepResult:
-        """Runs the step planned in ring slot ``index`` and writes its ``tokens`` and ``accepted``.
+    # Launching: host preparation here, device work through the queue
 
-        Any exception leaves the KV of this step's sequences undefined; the core's ``fail_step`` is then due.
+    def launch_forward(self, index: int, error: Exception | None = None) -> Step:
+        """Hands over the first half of the step planned in ring slot ``index``: commands and forward.
+
+        What fails, here or on the device, is raised by :meth:`wait`, never here. ``error``: the step has failed before it began.
         """
-        result = self.launch(index)
-        self.wait()
-        return result
+        step = Step(index, self.ring.slots[index], self._last)
+        self._last = step
+        try:
+            if error is not None:
+                raise error
+            resumed = self._admit(step)
+            self._find_sources(step)
+            self._choose_rows(step)
+            self._choose_prompts(step)
+            self.queue.submit(step.ticket, lambda: self._commands(step), last=False)
+            for handle, state_slot, computed in resumed:
+                self._restore(handle, state_slot, computed)
+        except Exception as e:
+            step.ticket.error = step.ticket.error or e
+        self.queue.submit(step.ticket, lambda: self._forward(step), last=False)
+        return step
 
-    @forbid_device_sync()
-    def launch(self, index: int) -> StepResult:
-        """Everything up to, not including, the wait for the device: nothing in here reads a device value on the host."""
-        slot = self.ring.slots[index]
-        header = Header.read(slot.a["header"])
-        result = StepResult(header)
-        resumed = self._admit(slot, header)
-        rows = self._choose_rows(slot, header)
-        slot.upload()
-        if header.admitted and self.device.type != "cpu":
-            admitted = slot.d["admitted"].view(-1, 4)[: header.admitted, 0].long()
-            self.sampling.table.index_copy_(0, admitted, slot.d["params"].view(-1, NUM_COLUMNS)[: header.admitted])
-        self._move_pages(slot, header)
-        for handle, state_slot, computed in resumed:
-            self._restore(handle, state_slot, computed)
-        hidden = self.model.forward(self.inputs.build(slot, header), self.kv.tensors)
-        if header.prompt_logprobs:
-            self._prompt_logprobs(slot, header, hidden, result)
-        if header.samples:
-            self._sample(slot, header, rows, hidden, result)
-        slot.a["accepted"][: header.seqs] = np.diff(slot.a["sample_off"][: header.seqs + 1])
-        if self._done is not None:
-            self._done.record()
-        return result
+    def launch_sample(self, step: Step) -> None:
+        """Hands over the second half: logits, masks, drawing. Rows with a grammar have their masks in ``masks`` by now."""
+        if not step.header.draft_rows:
+            a, n = step.slot.a, step.header.seqs
+            np.subtract(a["sample_off"][1 : n + 1], a["sample_off"][:n], out=a["accepted"][:n])
+        self.queue.submit(step.ticket, lambda: self._sample(step), last=True)
 
-    def wait(self) -> None:
-        """The one wait of a step: until its tokens are in host memory."""
-        if self._done is not None:
-            self._done.synchronize()
+    def wait(self, step: Step) -> StepResult:
+        """Returns when the step's tokens are in its ring slot. Steps are waited for in their order.
 
-    @torch.inference_mode()
+        Raises:
+            Exception: what went wrong in one of its halves: the KV of its sequences is undefined, the core's ``fail_step`` is due.
+        """
+        try:
+            self.queue.wait(step.ticket)
+        finally:
+            step.before = step.batch = step.hidden = None
+        return step.result
+
+    def times(self, step: Step) -> StepTimes | None:
+        """When a step that has been waited for ran."""
+        return self.queue.times(step.ticket, step.before_ticket)
+
+    def drain(self) -> None:
+        """Waits until nothing of what was handed over is left to run; failures stay with their steps."""
+        run_in_order(self.queue, lambda: None)
+        self._last = None
+
+    def close(self) -> None:
+        """Ends the queue; idempotent."""
+        self.queue.close()
+        self._last = None
+
+    # Beside the steps, in the queue's order
+
+    def in_order(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Hands over work behind every step launched so far and ahead of later ones. The result waits for it, on any thread, and
+        raises what it raised."""
+
+        @torch.inference_mode()
+        def inferring() -> None:
+            work()
+
+        ticket = Ticket()
+        self.queue.submit(ticket, inferring, last=True)
+        return lambda: self.queue.wait(ticket)
+
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits float32 ``[T, vocab]`` of every position of one sequence, on KV pages of its own."""
+        return run_in_order(self.queue, lambda: self._logits(token_ids))
+
+    @torch.inference_mode()
+    def _logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         pages = [-(-len(token_ids) // g.page_tokens) + 1 for g in self._paged]
         kv = KVCache(self._paged, pages, self._state_groups, 2, self.device)
         tokens = [g.page_tokens for g in self._paged]
@@ -178,8 +272,11 @@ class ModelRunner:
             out[start : start + _LOGIT_ROWS] = self.model.logits(hidden[start : start + _LOGIT_ROWS]).cpu().numpy()
         return out
 
-    def _admit(self, slot: RingSlot, header: Header) -> list[tuple[int, int, int]]:
-        """Sets sampling state of sequences that got a slot in this step; gives (handle, slot, positions) of those with some in place."""
+    # The launching thread's part
+
+    def _admit(self, step: Step) -> list[tuple[int, int, int]]:
+        """Notes what sequences that get a slot in this step need; gives (handle, slot, positions) of those with some in place."""
+        slot, header = step.slot, step.header
         resumed: list[tuple[int, int, int]] = []
         if not header.admitted:
             return resumed
@@ -189,7 +286,8 @@ class ModelRunner:
             if computed:
                 resumed.append((handle, state_slot, computed))
             row, output = self._lookup(handle, state_slot)
-            self.sampling.admit(state_slot, row, output)
+            flags = self.sampling.admit_host(state_slot, row)
+            step.admitted.append(Admitted(state_slot, row, output, flags))
             self._prompts.pop(state_slot, None)
             if row.params.prompt_logprobs is not None:
                 self._prompts[state_slot] = row
@@ -197,94 +295,150 @@ class ModelRunner:
         params[: header.admitted] = self.sampling.host[[a[0] for a in admitted]]
         return resumed
 
-    def _choose_rows(self, slot: RingSlot, header: Header) -> _Chosen:
-        """Sorts sampling rows by what they need, on the host and before the upload, so that the device is never asked."""
-        a, n, r = slot.a, header.seqs, header.samples
+    def _find_sources(self, step: Step) -> None:
+        """Where in the step in flight the tokens are drawn that this one begins with."""
+        if step.header.unresolved and step.before is not None:
+            a, n = step.slot.a, step.header.seqs
+            a["source_row"][:n] = step.before.slot.a["sample_off"][a["prev_seq"][:n] + 1] - 1
+
+    def _choose_rows(self, step: Step) -> None:
+        """Sorts sampling rows by what they need, so that the device is never asked."""
+        a, n, r = step.slot.a, step.header.seqs, step.header.samples
         state_row = a["state_row"][:n]
         row_slot = np.repeat(state_row, np.diff(a["sample_off"][: n + 1])) if r != n else state_row
         a["row_slot"][:r] = row_slot
+        if step.header.grammar_rows:
+            step.chosen.masks = _store(a["mask_rows"], np.flatnonzero(a["grammar_row"][:r] >= 0))
         flags = self.sampling.flags[row_slot]
         union = int(np.bitwise_or.reduce(flags)) if r else 0
         if not union:
-            return _Chosen()
+            return
         if union & MIN_LENGTH:
             packed = self.sampling.host[row_slot]
-            reached = a["rng_pos"][:r] - packed[:, PROMPT_LEN] >= packed[:, MIN_TOKENS]
+            # Positions may yet fall by the drafts of the preceding step: the least decides.
+            least = a["rng_pos"][:r] - (self._limits.max_draft if step.header.unresolved else 0)
+            reached = least - packed[:, PROMPT_LEN] >= packed[:, MIN_TOKENS]
             flags = np.where(reached, flags & ~MIN_LENGTH, flags)
             union = int(np.bitwise_or.reduce(flags))
         drawn, by_rank = (flags & DRAWS) != 0, (flags & RANKED) != 0
         ranked = np.flatnonzero(by_rank)
-        chosen = _Chosen(
-            flags=union,
-            edit=_store(a["edit_rows"], np.flatnonzero(flags & EDITS)),
-            plain=_store(a["plain_rows"], np.flatnonzero(drawn & ~by_rank)),
-            ranked=_store(a["ranked_rows"], ranked),
-        )
+        chosen = step.chosen
+        chosen.flags = union
+        chosen.edit = _store(a["edit_rows"], np.flatnonzero(flags & EDITS))
+        chosen.plain = _store(a["plain_rows"], np.flatnonzero(drawn & ~by_rank))
+        chosen.ranked = _store(a["ranked_rows"], ranked)
         if len(ranked):
             chosen.max_top_k = int(self.sampling.host[row_slot[ranked], TOP_K].max())
         if union & LOGPROBS:
             wanting = np.flatnonzero(flags & LOGPROBS)
             chosen.logprobs = _store(a["logprob_rows"], wanting)
-            chosen.logprob_slots = row_slot[wanting].tolist()
-            chosen.logprob_counts = self.sampling.logprobs[row_slot[wanting]].tolist()
-        return chosen
+            step.result.logprob_rows = wanting
+            step.result.logprob_counts = self.sampling.logprobs[row_slot[wanting]].tolist()
 
-    def _move_pages(self, slot: RingSlot, header: Header) -> None:
-        """Table deltas and clone and zero commands, before the forward reads or writes KV."""
-        self.inputs.apply_deltas(slot, header)
-        if header.block_clones:
-            self.kv.clone_blocks(slot.d["clone_blocks"][: 3 * header.block_clones].view(-1, 3))
-        if header.state_clones:
-            self.kv.clone_states(slot.d["clone_states"][: 2 * header.state_clones].view(-1, 2))
-        if header.zeroes:
-            self.kv.zero_states(slot.d["zero_states"][: header.zeroes])
-
-    def _sample(self, slot: RingSlot, header: Header, chosen: _Chosen, hidden: torch.Tensor, result: StepResult) -> None:
-        d, r = slot.d, header.samples
-        # Where every row samples, they are the rows themselves, in order.
-        wanted = hidden if r == header.rows else hidden.index_select(0, d["sample_row"][:r])
-        logits = self.model.logits(wanted)
-        if chosen.flags:
-            pick = {name: d[name][:count].long() if count else None for name, count in chosen.parts().items()}
-            # Log-probabilities are those of the model: keep its logits from the sampler's edits.
-            raw = logits.index_select(0, pick["logprob_rows"]) if pick["logprob_rows"] is not None else None
-            rows = SampleRows(
-                slots=d["row_slot"][:r].long(),
-                positions=d["rng_pos"][:r].long(),
-                flags=chosen.flags,
-                edit=pick["edit_rows"],
-                plain=pick["plain_rows"],
-                ranked=pick["ranked_rows"],
-                max_top_k=chosen.max_top_k,
-            )
-            tokens = self._sampler(logits, rows)
-            if raw is not None:
-                found = gather_logprobs(raw, tokens[pick["logprob_rows"]], max(chosen.logprob_counts))
-                result.logprobs = found.to_host(self._pinned)
-                result.logprob_slots, result.logprob_counts = chosen.logprob_slots, chosen.logprob_counts
-        else:
-            tokens = torch.argmax(logits, dim=-1)
-        slot.t["tokens"][:r].copy_(tokens.to(torch.int32), non_blocking=True)
-
-    def _prompt_logprobs(self, slot: RingSlot, header: Header, hidden: torch.Tensor, result: StepResult) -> None:
-        """Log-probabilities of the prompt token after each prompt row, for the sequences that want them."""
-        a, n = slot.a, header.seqs
+    def _choose_prompts(self, step: Step) -> None:
+        """Which rows are followed by prompt tokens whose log-probabilities are wanted."""
+        if not step.header.prompt_logprobs:
+            return
+        a, n = step.slot.a, step.header.seqs
         for i in np.flatnonzero(a["seq_flags"][:n] & FLAG_PROMPT_LOGPROBS).tolist():
-            first, last = int(a["cu_q"][i]), int(a["cu_q"][i + 1])
-            state_slot, start = int(a["state_row"][i]), int(a["pos"][first]) + 1
-            row = self._prompts.get(state_slot)
+            row = self._prompts.get(int(a["state_row"][i]))
             if row is None:
                 continue
-            targets = list(row.prompt_ids[start : start + last - first])
+            first, last = int(a["cu_q"][i]), int(a["cu_q"][i + 1])
+            start = int(a["pos"][first]) + 1
             wanted = row.params.prompt_logprobs or 0
             count = self.model.vocab_size if wanted < 0 else min(wanted, self.model.vocab_size)
-            for at in range(0, len(targets), _LOGIT_ROWS):
-                piece = torch.tensor(targets[at : at + _LOGIT_ROWS], dtype=torch.int64)
-                if self._pinned:
-                    piece = piece.pin_memory().to(self.device, non_blocking=True)
-                logits = self.model.logits(hidden[first + at : first + at + len(piece)])
-                values = gather_logprobs(logits, piece, count).to_host(self._pinned)
-                result.prompt_logprobs.append(PromptLogprobs(state_slot, start + at, values))
+            step.pieces.append(PromptPiece(i, first, start, list(row.prompt_ids[start : start + last - first]), count))
+
+    # The device's part, in the queue's order
+
+    @torch.inference_mode()
+    @forbid_device_sync()
+    def _commands(self, step: Step) -> None:
+        """The upload, and what moves or clears pages, states and sampling values before the forward reads or writes any."""
+        slot, header = step.slot, step.header
+        slot.upload()
+        for a in step.admitted:
+            self.sampling.admit_device(a.slot, a.row, a.output, a.flags)
+        if header.admitted:
+            slots = slot.d["admitted"].view(-1, 4)[: header.admitted, 0].long()
+            self.sampling.table.index_copy_(0, slots, slot.d["params"].view(-1, NUM_COLUMNS)[: header.admitted])
+        self.inputs.apply_deltas(slot, header)
+        if header.zeroes:
+            self.kv.zero_states(slot.d["zero_states"][: header.zeroes])
+        if header.state_clones:
+            self.kv.clone_states(slot.d["clone_states"][: 2 * header.state_clones].view(-1, 2))
+        if header.block_clones:
+            self.kv.clone_blocks(slot.d["clone_blocks"][: 3 * header.block_clones].view(-1, 3))
+
+    @torch.inference_mode()
+    @forbid_device_sync()
+    def _forward(self, step: Step) -> None:
+        before = None if step.before is None else step.before.left
+        step.before = None
+        step.batch, step.rng_pos = self.inputs.build(step.slot, step.header, before)
+        step.hidden = self.model.forward(step.batch, self.kv.tensors)
+        for piece in step.pieces:
+            self._prompt_logprobs(step.hidden, piece, step.result)
+
+    @torch.inference_mode()
+    @forbid_device_sync()
+    def _sample(self, step: Step) -> None:
+        slot, r = step.slot, step.header.samples
+        if r:
+            tokens, accepted = self._draw(step)
+            slot.t["tokens"][:r].copy_(tokens, non_blocking=True)
+        else:
+            tokens, accepted = slot.d["sample_row"].new_empty(0), None
+        sample_off = None
+        if accepted is not None:
+            n = step.header.seqs
+            slot.t["accepted"][:n].copy_(accepted, non_blocking=True)
+            sample_off = slot.d["sample_off"][: n + 1].clone()  # the slot may be written again before the next step reads this
+        step.left = StepTokens(tokens, sample_off, accepted)
+
+    def _draw(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens int32 ``[r]`` of the step's sampling rows, and with draft rows how many of its rows each sequence keeps (int32
+        ``[n]``); ``None`` = each sampling row is one token."""
+        hidden, positions, d, r = step.hidden, step.rng_pos, step.slot.d, step.header.samples
+        assert hidden is not None and positions is not None
+        chosen = step.chosen
+        # Where every row samples, they are the rows themselves, in order.
+        wanted = hidden if r == step.header.rows else hidden.index_select(0, d["sample_row"][:r])
+        logits = self.model.logits(wanted)
+        raw = None
+        if chosen.logprobs:
+            # Log-probabilities are those of the model: keep its logits from masks and the sampler's edits.
+            raw = logits.index_select(0, d["logprob_rows"][: chosen.logprobs])
+        if chosen.masks:
+            apply_masks(logits, d["mask_rows"][: chosen.masks], self.masks.upload(step.index, chosen.masks))
+        if not chosen.flags:
+            return torch.argmax(logits, dim=-1).to(torch.int32), None
+        pick = {name: d[name][:count].long() if count else None for name, count in chosen.parts().items()}
+        rows = SampleRows(
+            slots=d["row_slot"][:r].long(),
+            positions=positions,
+            flags=chosen.flags,
+            edit=pick["edit_rows"],
+            plain=pick["plain_rows"],
+            ranked=pick["ranked_rows"],
+            max_top_k=chosen.max_top_k,
+        )
+        tokens = self._sampler(logits, rows)
+        if raw is not None:
+            found = gather_logprobs(raw, tokens[d["logprob_rows"][: chosen.logprobs].long()], max(step.result.logprob_counts))
+            step.result.logprobs = found.to_host(self._pinned)
+        return tokens.to(torch.int32), None
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, piece: PromptPiece, result: StepResult) -> None:
+        """Log-probabilities of the prompt token after each prompt row of a piece."""
+        for at in range(0, len(piece.targets), _LOGIT_ROWS):
+            targets = torch.tensor(piece.targets[at : at + _LOGIT_ROWS], dtype=torch.int64)
+            if self._pinned:
+                targets = targets.pin_memory().to(self.device, non_blocking=True)
+            logits = self.model.logits(hidden[piece.first + at : piece.first + at + len(targets)])
+            values = gather_logprobs(logits, targets, piece.count).to_host(self._pinned)
+            result.prompt_logprobs.append(PromptLogprobs(piece.index, piece.start + at, values))
 
 
 @dataclass
@@ -296,13 +450,12 @@ class _Chosen:
     plain: int = 0
     ranked: int = 0
     logprobs: int = 0
+    masks: int = 0
     max_top_k: int = 0
-    logprob_slots: list[int] = field(default_factory=list)
-    logprob_counts: list[int] = field(default_factory=list)
 
     def parts(self) -> dict[str, int]:
-        """Ring field of each selection and its length."""
-        return {"edit_rows": self.edit, "plain_rows": self.plain, "ranked_rows": self.ranked, "logprob_rows": self.logprobs}
+        """Ring field of each selection for the sampler, and its length."""
+        return {"edit_rows": self.edit, "plain_rows": self.plain, "ranked_rows": self.ranked}
 
 
 def _store(target: NDArray[np.int32], rows: NDArray[np.intp]) -> int:

@@ -82,8 +82,7 @@ class SamplingState:
         self.flags: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self.logprobs: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self.host: NDArray[np.int32] = np.zeros((num_slots, NUM_COLUMNS), np.int32)
-        on_cpu = device.type == "cpu"
-        self.table = torch.from_numpy(self.host) if on_cpu else torch.zeros((num_slots, NUM_COLUMNS), dtype=torch.int32, device=device)
+        self.table = torch.zeros((num_slots, NUM_COLUMNS), dtype=torch.int32, device=device)
         self.bias_ids = SlotTable(num_slots, 0, torch.int64, device)
         self.bias = SlotTable(num_slots, 0.0, torch.float32, device)
         self.stop_ids = SlotTable(num_slots, -1, torch.int64, device)
@@ -96,6 +95,12 @@ class SamplingState:
 
     def admit(self, slot: int, row: RowSampling, output: Sequence[int]) -> None:
         """Writes a slot for a sequence that has generated ``output`` so far (empty unless it was preempted)."""
+        self.admit_host(slot, row)
+        self.admit_device(slot, row, output, int(self.flags[slot]))
+        self.table[slot] = to_device(torch.from_numpy(self.host[slot].copy()), self._device)
+
+    def admit_host(self, slot: int, row: RowSampling) -> int:
+        """The host's half, when a step is planned: what rows are chosen by. Gives the slot's flags."""
         p = row.params
         flags = 0 if p.greedy else DRAWS
         if not p.greedy and (0 < p.top_k < self._vocab or p.top_p < 1.0):
@@ -106,14 +111,18 @@ class SamplingState:
             flags |= PENALTIES
         if row.bad_word_ids:
             flags |= BAD_WORDS
-        stops = [i for i in (*row.eos_ids, *p.stop_ids) if i < self._vocab]
-        if p.min_tokens and stops:
+        if p.min_tokens and self._stops(row):
             flags |= MIN_LENGTH
         if p.logprobs is not None:
             flags |= LOGPROBS
         self.flags[slot] = flags
         self.logprobs[slot] = 0 if p.logprobs is None else min(self._vocab, p.logprobs) if p.logprobs >= 0 else self._vocab
         self._pack(slot, row)
+        return flags
+
+    def admit_device(self, slot: int, row: RowSampling, output: Sequence[int], flags: int) -> None:
+        """The device's half, in the order of steps; the packed table is written beside it, for all slots of a step at once."""
+        p = row.params
         if flags & EDITS:
             # Rows with edits go through every edit that some row of the step needs: what this slot lacks must be empty.
             for flag, table in ((BIAS, self.bias_ids), (BIAS, self.bias), (BAD_WORDS, self.bad_last)):
@@ -124,11 +133,14 @@ class SamplingState:
             self.bias_ids.put(slot, list(bias))
             self.bias.put(slot, list(bias.values()))
         if flags & MIN_LENGTH:
-            self.stop_ids.put(slot, stops)
+            self.stop_ids.put(slot, self._stops(row))
         if flags & BAD_WORDS:
             self._put_bad_words(slot, row.bad_word_ids, output)
         if flags & PENALTIES:
             self._count(slot, row.prompt_ids, output)
+
+    def _stops(self, row: RowSampling) -> list[int]:
+        return [i for i in (*row.eos_ids, *row.params.stop_ids) if i < self._vocab]
 
     def _pack(self, slot: int, row: RowSampling) -> None:
         p, words = row.params, self.host[slot]

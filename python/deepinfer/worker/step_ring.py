@@ -20,6 +20,7 @@ _ALIGN = 16  # words; keeps every field on its own cache line
 # Words of the header, see docs/architecture.md.
 H_KIND, H_STEP_LO, H_STEP_HI, H_ROWS, H_SEQS, H_DECODES, H_SAMPLES, H_DELTAS = range(8)
 H_BLOCK_CLONES, H_STATE_CLONES, H_ZEROES, H_ADMITTED, H_MAX_Q, H_MAX_LEN, H_GRAMMAR, H_PROMPT_LOGPROBS = range(8, 16)
+H_AGREED_ROWS, H_SWAP_OUT, H_SWAP_IN, H_SWAP_OUT_STATES, H_SWAP_IN_STATES, H_DRAFT_ROWS, H_UNRESOLVED = range(16, 23)
 KIND_IDLE, KIND_PREFILL, KIND_DECODE, KIND_MIXED, KIND_DUMMY = range(5)
 
 FLAG_SAMPLES, FLAG_PROMPT_LOGPROBS, FLAG_PREFILL, FLAG_GRAMMAR = 1, 2, 4, 8
@@ -27,7 +28,7 @@ FLAG_SAMPLES, FLAG_PROMPT_LOGPROBS, FLAG_PREFILL, FLAG_GRAMMAR = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class Header:
-    """A step's counts as Python integers; `groups` and bounds for the launch come from here, never from the device."""
+    """A step's counts as Python integers; bounds for the launch come from here, never from the device."""
 
     kind: int
     step: int
@@ -44,13 +45,20 @@ class Header:
     max_len: int
     grammar_rows: int
     prompt_logprobs: int
+    agreed_rows: int = 0
+    swap_out: int = 0
+    swap_in: int = 0
+    swap_out_states: int = 0
+    swap_in_states: int = 0
+    draft_rows: int = 0
+    unresolved: int = 0
 
     @classmethod
     def read(cls, words: NDArray[np.int32]) -> Header:
         """From the `header` field of a slot."""
-        w: list[int] = words[:16].tolist()
+        w: list[int] = words[: H_UNRESOLVED + 1].tolist()
         step = (w[H_STEP_LO] & 0xFFFFFFFF) | ((w[H_STEP_HI] & 0xFFFFFFFF) << 32)
-        return cls(w[H_KIND], step, *w[H_ROWS:16])
+        return cls(w[H_KIND], step, *w[H_ROWS:])
 
 
 class RingSlot:

@@ -50,10 +50,4 @@ class PageCopies:
         self._in_order(lambda: write_pages(self._runner.kv, self._layout, tokens, pages, state_slot, payload, present))
 
     def _in_order(self, work: Callable[[], None]) -> Callable[[], None]:
-        with torch.inference_mode():
-            work()
-        if not self._pinned:
-            return lambda: None
-        done = torch.cuda.Event()
-        done.record()
-        return done.synchronize
+        return self._runner.in_order(work)
