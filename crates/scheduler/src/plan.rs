@@ -179,6 +179,10 @@ impl Scheduler {
             let last = planned == self.lanes.target[lane] && planned > self.lanes.confirmed[lane];
             if last && planned + 1 < self.lanes.limit[lane] && self.lanes.flags[lane] & flag::ALONE == 0 {
                 self.lanes.flags[lane] |= flag::PROMOTE;
+                let block = planned >> self.geometry.shift;
+                if block < self.lanes.blocks[lane] {
+                    self.lanes.open[lane] = self.kv.tables.block(self.lanes.state[lane], block).0;
+                }
                 any = true;
             }
         }
