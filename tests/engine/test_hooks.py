@@ -49,6 +49,16 @@ def recorder(device: str, **settings: Any) -> Recorder:
     return Recorder(EngineConfig(model=tiny_checkpoint("llama"), device=device, **settings))
 
 
+def fail_next_forward(engine: Engine) -> None:
+    forward = engine.model.forward
+
+    def broken(*_: Any) -> Any:
+        engine.model.forward = forward  # type: ignore[method-assign]
+        raise RuntimeError("once")
+
+    engine.model.forward = broken  # type: ignore[method-assign]
+
+
 def test_hooks_are_called_once_for_each_event(device: str) -> None:
     """Hits, forks, preemption, aborts in every phase and a failed step, all at once."""
     with recorder(device, num_kv_blocks=16, max_num_seqs=6, max_num_batched_tokens=48) as engine:
@@ -62,9 +72,7 @@ def test_hooks_are_called_once_for_each_event(device: str) -> None:
             if at in (2, 9, 30):
                 engine.abort(f"r{(1, 3, 4)[at // 10 % 3]}")
             if at == 45:
-                engine._runner.sampling, kept = None, engine._runner.sampling  # type: ignore[assignment]
-                engine.step()
-                engine._runner.sampling = kept
+                fail_next_forward(engine)
         collect(engine)
         engine.add_request(request("again", prompts[0], P))  # begins with blocks of the index
         collect(engine)

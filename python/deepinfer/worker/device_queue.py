@@ -67,7 +67,7 @@ class DeviceQueue(Protocol):
 def make_queue(device: torch.device, overlap: bool) -> DeviceQueue:
     """The queue of a device."""
     if device.type == "cuda":
-        return StreamQueue(device)
+        return StreamQueue()
     return ThreadQueue() if overlap else InlineQueue()
 
 
@@ -199,8 +199,7 @@ class StreamQueue:
     A Python error of a launch stays with its step; an error of the device itself surfaces at the next wait and is final.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._spare: list[torch.cuda.Event] = []
 
     def _mark(self, ticket: Ticket) -> None:
@@ -242,4 +241,6 @@ class StreamQueue:
 
     def close(self) -> None:
         """See :class:`DeviceQueue`."""
-        torch.cuda.synchronize(self._device)
+        end = torch.cuda.Event()
+        end.record()
+        end.synchronize()

@@ -95,9 +95,7 @@ def resolve(
     fall = short[row]
     rows.pos = rows.pos - fall
     rows.rng_pos = rows.rng_pos - short[_owner(sample_off, rows.rng_pos.shape[0])]
-    rows.slots = [
-        torch.where(fall > 0, kv_slots(rows.pos, rows.table, row, of), slots) for slots, of in zip(rows.slots, maps, strict=True)
-    ]
+    rows.slots = [torch.where(fall > 0, kv_slots(rows.pos, rows.table, row, of), slots) for slots, of in zip(rows.slots, maps, strict=True)]
 
 
 def _fill_ids(rows: StepRows, tokens: torch.Tensor, prev_seq: torch.Tensor, source: torch.Tensor, cu_q: torch.Tensor) -> None:
