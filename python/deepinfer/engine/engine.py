@@ -125,8 +125,8 @@ class Engine(EngineHooks):
 
     @property
     def _depth(self) -> int:
-        """Most steps in flight."""
-        return 2 if self.run.zero_overhead else 1
+        """Most steps in flight. A prompt engine plans one at a time: what it makes goes elsewhere after the first token."""
+        return 2 if self.run.zero_overhead and self.config.engine_type != "prompt" else 1
 
     @property
     def _num_slots(self) -> int:
