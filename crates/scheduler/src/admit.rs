@@ -265,7 +265,9 @@ impl Scheduler {
             self.kv.tables.set(slot.0, index as u32, block);
         }
         let now = self.now;
+        let step = self.step + 1;
         let Some(cold) = self.seqs.get_mut(seq) else { return 0 };
+        cold.admitted_by = step;
         let target = cold.history.len() as u32;
         let mut flags = 0;
         if !cold.stops.is_empty() || cold.least > target {

@@ -22,6 +22,7 @@ impl Scheduler {
         let launch = self.take_step(step)?;
         self.now = now;
         self.begin_outputs();
+        self.end_arriving(step.0);
         let mut settle = false;
         if launch.decoding > 0 {
             if !launch.uniform {

@@ -269,6 +269,14 @@ pub(crate) struct Geometry {
     pub usable_blocks: u32,
 }
 
+impl Geometry {
+    /// Pages of a group with positions of the `index`-th block of a row, of which `computed` positions count.
+    pub fn pages_of(&self, group: usize, index: u32, computed: u32) -> u32 {
+        let used = (computed - (index << self.shift)).min(self.block_tokens);
+        used.div_ceil(1 << self.sections[group].page_shift)
+    }
+}
+
 fn power_of_two(what: &'static str, value: u32, least: u32) -> Result<(), ConfigError> {
     if value.is_power_of_two() && value >= least { Ok(()) } else { Err(ConfigError::PowerOfTwo { what, value, least }) }
 }

@@ -208,7 +208,9 @@ impl Scheduler {
             if cold.queued != matches!(status, Status::Ready | Status::Swapped) {
                 return Err(format!("{seq:?} is {status:?} and queued = {}", cold.queued));
             }
-            if cold.swap.is_some() != matches!(status, Status::SwappingOut | Status::Swapped) {
+            let away = matches!(status, Status::SwappingOut | Status::Swapped);
+            let arrives = status == Status::Running && self.swaps.arrives(seq);
+            if cold.swap.is_some() != away && !(arrives && cold.swap.is_some()) {
                 return Err(format!("{seq:?} is {status:?} with {:?} in host memory", cold.swap));
             }
         }

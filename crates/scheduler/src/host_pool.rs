@@ -33,6 +33,12 @@ impl HostPool {
         Some(slot)
     }
 
+    /// Whether that much could be taken now.
+    pub fn has_room(&self, now: StepId, blocks: u32, slot: bool) -> bool {
+        let has = |pool: &Option<StateSlots>, n| n == 0 || pool.as_ref().is_some_and(|p| p.available(now) >= n);
+        has(&self.blocks, blocks) && has(&self.slots, u32::from(slot))
+    }
+
     /// Gives ids back behind `fence`; the null slot is nobody's.
     pub fn give_back(&mut self, blocks: &[HostId], slot: HostId, fence: Fence) {
         let released = |pool: &mut Option<StateSlots>, id| pool.as_mut().is_some_and(|p| p.release(id, fence).is_ok());

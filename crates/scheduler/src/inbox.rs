@@ -221,6 +221,7 @@ impl Shared {
             user: p.user,
             cached_tokens: 0,
             holding: None::<Holding>,
+            admitted_by: 0,
             swap: None,
             parent: None,
             children: Vec::new(),

@@ -113,6 +113,7 @@ impl Scheduler {
         if self.in_flight() > 0 {
             self.promote_launched();
         }
+        self.swaps.wake();
         let mut budget = self.limits.max_num_batched_tokens;
         budget = self.plan_running(budget);
         if self.lanes.rows.iter().all(|&rows| rows == 0) {
@@ -362,7 +363,7 @@ impl Scheduler {
     /// Next chunk of every lane in prefill, in order of admission.
     fn plan_chunks(&mut self, mut left: u32) -> u32 {
         for lane in self.lanes.decoding..self.lanes.len() {
-            if self.lanes.flags[lane] & flag::DEAD != 0 {
+            if self.lanes.flags[lane] & flag::DEAD != 0 || self.swaps.rests(self.lanes.seq[lane]) {
                 continue;
             }
             // One row is kept for each lane behind this one.

@@ -92,6 +92,8 @@ pub(crate) struct Cold {
     pub cached_tokens: u32,
     /// Blocks and slot it holds without a lane.
     pub holding: Option<Holding>,
+    /// Step that gave it its newest lane.
+    pub admitted_by: u64,
     /// What it has in host memory.
     pub swap: Option<Swap>,
     pub parent: Option<Seq>,

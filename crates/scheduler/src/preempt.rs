@@ -29,7 +29,7 @@ impl Scheduler {
             if self.limits.max_draft > 0 && self.take_surplus() {
                 continue;
             }
-            if patient && *promised < self.kv.blocks.coming_back(self.kv.now) {
+            if patient && *promised < self.kv.blocks.coming_back(self.kv.now) + self.swaps.resting_blocks() {
                 *promised += 1;
                 return Taken::Wait;
             }
@@ -41,6 +41,11 @@ impl Scheduler {
                 continue;
             }
             match victim {
+                Some(victim) if patient && self.rests_first(victim) => {
+                    self.rest(victim);
+                    *promised += 1;
+                    return Taken::Wait;
+                }
                 Some(victim) if victim != lane => self.preempt(victim),
                 Some(_) if self.kv.blocks.coming_back(self.kv.now) > 0 && self.alone() => return Taken::Wait,
                 _ => {
@@ -59,7 +64,7 @@ impl Scheduler {
     /// Next victim: lowest priority, then newest.
     fn victim(&self) -> Option<usize> {
         (0..self.lanes.len())
-            .filter(|&lane| self.lanes.flags[lane] & flag::DEAD == 0)
+            .filter(|&lane| self.lanes.flags[lane] & flag::DEAD == 0 && !self.swaps.rests(self.lanes.seq[lane]))
             .max_by_key(|&lane| self.order(lane))
     }
 
@@ -92,7 +97,9 @@ impl Scheduler {
     /// copied to host memory.
     pub(crate) fn preempt(&mut self, lane: usize) {
         let seq = self.lanes.seq[lane];
-        let swap = self.swap_out(lane);
+        // What is on its way back from host memory is there still.
+        let there = self.seqs.get(seq).is_some_and(|cold| cold.swap.is_some());
+        let swap = if there { None } else { self.swap_out(lane) };
         self.leave_lane(lane, Leave::Release);
         if let Some(cold) = self.seqs.get_mut(seq) {
             cold.class = Class::Preempted;

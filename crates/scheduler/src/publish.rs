@@ -88,7 +88,8 @@ impl Scheduler {
         let bt = self.geometry.block_tokens;
         // A queued block may belong to a life before a preemption, and not be computed again yet.
         let blocks = blocks.min(self.lanes.confirmed[lane] >> self.geometry.shift);
-        let Some(cold) = self.seqs.get_mut(seq) else { return };
+        // Nor while blocks of it are being copied back: the step that does that may fail.
+        let Some(cold) = self.seqs.get_mut(seq).filter(|cold| cold.swap.is_none()) else { return };
         let hasher = cold.hasher.as_ref().unwrap_or(self.shared.hasher());
         while cold.published < blocks {
             let index = cold.published;

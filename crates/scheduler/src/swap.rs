@@ -9,7 +9,7 @@ use crate::host_pool::HostId;
 use crate::layout::{F, header};
 use crate::pool::Status;
 use crate::scheduler::Scheduler;
-use deepinfer_kvindex::{Block, Fence, Seq, StepId};
+use deepinfer_kvindex::{Fence, Seq, StepId};
 use std::ops::Range;
 
 /// What a sequence has in host memory.
@@ -21,7 +21,7 @@ pub(crate) struct Swap {
     pub slot: HostId,
     /// Positions that are there.
     pub computed: u32,
-    /// Step whose first commands are the copy out.
+    /// Newest step with a copy of it, out or back.
     pub step: u64,
 }
 
@@ -56,6 +56,11 @@ pub(crate) struct Swaps {
     back_states: Vec<[i32; 2]>,
     /// In the order in which they were preempted.
     leaving: Vec<Seq>,
+    /// Running sequences whose copy back is in flight. What they have in host memory stays theirs until it has arrived.
+    arriving: Vec<Seq>,
+    /// Lanes without a row in the step being planned, so that they can be swapped for the next one, and their blocks.
+    resting: Vec<Seq>,
+    resting_blocks: u32,
 }
 
 impl Swaps {
@@ -66,6 +71,8 @@ impl Swaps {
             out_states: Vec::with_capacity(seqs),
             back_states: Vec::with_capacity(seqs),
             leaving: Vec::with_capacity(seqs),
+            arriving: Vec::with_capacity(seqs),
+            resting: Vec::with_capacity(seqs),
             ..Self::default()
         }
     }
@@ -73,6 +80,34 @@ impl Swaps {
     pub fn leaving(&self) -> &[Seq] {
         &self.leaving
     }
+
+    /// Whether the copy back of a sequence may be in flight.
+    pub fn arrives(&self, seq: Seq) -> bool {
+        self.arriving.contains(&seq)
+    }
+
+    #[inline]
+    pub fn rests(&self, seq: Seq) -> bool {
+        !self.resting.is_empty() && self.resting.contains(&seq)
+    }
+
+    /// Blocks that come back when the resting lanes are swapped.
+    pub fn resting_blocks(&self) -> u32 {
+        self.resting_blocks
+    }
+
+    /// A new plan: whoever rested goes on, unless its blocks are needed still.
+    pub fn wake(&mut self) {
+        self.resting.clear();
+        self.resting_blocks = 0;
+    }
+}
+
+/// What a swap takes.
+struct SwapCost {
+    computed: u32,
+    blocks: u32,
+    pages: usize,
 }
 
 /// First page of a host block in a group whose blocks own `1 << shift` pages.
@@ -88,38 +123,50 @@ impl Scheduler {
         self.swaps.rates = Rates { swap_bytes: known(swap_bytes_per_s), prefill_tokens: known(prefill_tokens_per_s) };
     }
 
-    /// Pages with positions of `block`, the `index`-th of a row of which `computed` positions count, in a group.
-    fn pages_of(&self, group: usize, index: u32, computed: u32) -> u32 {
-        let used = (computed - (index << self.geometry.shift)).min(self.geometry.block_tokens);
-        used.div_ceil(1 << self.geometry.sections[group].page_shift)
-    }
-
     /// Pages and bytes that a copy of these blocks of a row takes.
     fn swap_size(&self, blocks: Range<u32>, computed: u32) -> (usize, u64) {
         let (mut pages, mut bytes) = (0, 0);
         let Some(last) = blocks.clone().last() else { return (0, 0) };
         for (group, page_bytes) in self.geometry.page_bytes.iter().enumerate() {
             let full = (last - blocks.start) << self.geometry.sections[group].pages_shift;
-            let n = full + self.pages_of(group, last, computed);
+            let n = full + self.geometry.pages_of(group, last, computed);
             pages += n as usize;
             bytes += u64::from(n) * page_bytes;
         }
         (pages, bytes)
     }
 
-    /// Orders the copy of a victim's confirmed pages and state, if that is cheaper than computing them again and there is
-    /// room. The victim still has its lane.
-    pub(crate) fn swap_out(&mut self, lane: usize) -> Option<Swap> {
+    /// What swapping a lane out would take, if that is cheaper than computing it again.
+    fn swap_cost(&self, lane: usize) -> Option<SwapCost> {
         let computed = self.lanes.confirmed[lane];
         let blocks = computed.div_ceil(self.geometry.block_tokens);
         let (pages, bytes) = self.swap_size(0..blocks, computed);
+        let cheaper = self.swaps.rates.prefer_swap(bytes + self.geometry.state_bytes, computed);
+        cheaper.then_some(SwapCost { computed, blocks, pages })
+    }
+
+    /// Whether a victim is to be swapped, but not now: its state is what the newest launched row made of it, and with rows in
+    /// flight that is ahead of what is confirmed. Without a row in this step it is not, in the next one.
+    pub(crate) fn rests_first(&self, lane: usize) -> bool {
+        self.geometry.has_state
+            && self.lanes.planned[lane] != self.lanes.confirmed[lane]
+            && self.swap_cost(lane).is_some_and(|cost| self.host.has_room(self.kv.now, cost.blocks, true))
+    }
+
+    /// Takes a lane's row out of the step being planned.
+    pub(crate) fn rest(&mut self, lane: usize) {
+        self.lanes.rows[lane] = 0;
+        self.swaps.resting.push(self.lanes.seq[lane]);
+        self.swaps.resting_blocks += self.lanes.blocks[lane];
+    }
+
+    /// Orders the copy of a victim's confirmed pages and state, if that is cheaper than computing them again and there is
+    /// room. The victim still has its lane.
+    pub(crate) fn swap_out(&mut self, lane: usize) -> Option<Swap> {
+        let SwapCost { computed, blocks, pages } = self.swap_cost(lane)?;
         let state = self.geometry.has_state;
-        if !self.swaps.rates.prefer_swap(bytes + self.geometry.state_bytes, computed) {
-            return None;
-        }
-        // State is what the newest launched row made of it: with rows in flight it is ahead of what is confirmed.
         let ahead = state && self.lanes.planned[lane] != computed;
-        if ahead || self.swaps.out.len() + pages > self.layout.deltas {
+        if ahead || !self.has_arrived(self.lanes.seq[lane]) || self.swaps.out.len() + pages > self.layout.deltas {
             self.metrics.swaps_refused += 1;
             return None;
         }
@@ -129,13 +176,14 @@ impl Scheduler {
             return None;
         };
         let row = self.lanes.state[lane];
+        let Self { kv, geometry, swaps, .. } = self;
         for (index, &id) in (0..blocks).zip(&ids) {
-            let block = self.kv.tables.block(row, index);
-            for (group, section) in self.geometry.sections.iter().enumerate() {
-                for j in 0..self.pages_of(group, index, computed) {
-                    let from = self.kv.blocks.page(group, block, j as usize);
+            let block = kv.tables.block(row, index);
+            for (group, section) in geometry.sections.iter().enumerate() {
+                for j in 0..geometry.pages_of(group, index, computed) {
+                    let from = kv.blocks.page(group, block, j as usize);
                     let to = host_page(id, section.pages_shift) + j;
-                    self.swaps.out.push([group as i32, from as i32, to as i32]);
+                    swaps.out.push([group as i32, from as i32, to as i32]);
                 }
             }
         }
@@ -145,6 +193,28 @@ impl Scheduler {
         self.metrics.swapped_out += 1;
         self.metrics.swap_out_pages += pages as u64;
         Some(Swap { blocks: ids, slot, computed, step: self.step + 1 })
+    }
+
+    /// Whether the step that gave a running sequence its lane has completed. Before that its KV may be on the way: cloned, or
+    /// copied back.
+    pub(crate) fn has_arrived(&self, seq: Seq) -> bool {
+        self.seqs.get(seq).is_some_and(|cold| cold.admitted_by <= self.completed)
+    }
+
+    /// The copies back of `step` have arrived: host memory is free again.
+    pub(crate) fn end_arriving(&mut self, step: u64) {
+        if self.swaps.arriving.is_empty() {
+            return;
+        }
+        let mut arriving = std::mem::take(&mut self.swaps.arriving);
+        arriving.retain(|&seq| {
+            let at = self.seqs.get(seq).and_then(|cold| cold.swap.as_ref()).map_or(0, |swap| swap.step);
+            if at == step && self.seqs.status(seq) == Some(Status::Running) {
+                self.drop_swap(seq);
+            }
+            at > step
+        });
+        self.swaps.arriving = arriving;
     }
 
     /// A victim whose copy out was ordered waits for it.
@@ -213,34 +283,33 @@ impl Scheduler {
             self.scratch = row;
             return Try::NoRoom;
         };
-        let Some(swap) = self.seqs.get_mut(seq).and_then(|cold| {
+        let step = self.step + 1;
+        let Self { seqs, swaps, geometry, kv, .. } = self;
+        if let Some(cold) = seqs.get_mut(seq)
+            && let Some(swap) = &mut cold.swap
+        {
             (cold.published, cold.cursor) = (shared, hit.leaf);
-            cold.swap.take()
-        }) else {
-            return Try::NoRoom;
-        };
-        for index in copied {
-            self.copy_back(swap.blocks[index as usize], row[index as usize], index, computed);
+            swap.step = step;
+            for index in copied {
+                let (id, block) = (swap.blocks[index as usize], row[index as usize]);
+                for (group, section) in geometry.sections.iter().enumerate() {
+                    for j in 0..geometry.pages_of(group, index, computed) {
+                        let from = host_page(id, section.pages_shift) + j;
+                        let to = kv.blocks.page(group, block, j as usize);
+                        swaps.back.push([group as i32, from as i32, to as i32]);
+                    }
+                }
+            }
+            if geometry.has_state {
+                swaps.back_states.push([swap.slot.0 as i32 - 1, slot.0 as i32]);
+            }
+            swaps.arriving.push(seq);
         }
-        if self.geometry.has_state {
-            self.swaps.back_states.push([swap.slot.0 as i32 - 1, slot.0 as i32]);
-        }
-        self.host.give_back(&swap.blocks, swap.slot, Fence::Step(StepId(self.step + 1)));
         self.metrics.swapped_in += 1;
         self.metrics.swap_in_pages += pages as u64;
         let rows = self.take_lane(seq, slot, &row, computed, true, budget);
         self.scratch = row;
         Try::In(rows)
-    }
-
-    fn copy_back(&mut self, id: HostId, block: Block, index: u32, computed: u32) {
-        for (group, section) in self.geometry.sections.iter().enumerate() {
-            for j in 0..self.pages_of(group, index, computed) {
-                let from = host_page(id, section.pages_shift) + j;
-                let to = self.kv.blocks.page(group, block, j as usize);
-                self.swaps.back.push([group as i32, from as i32, to as i32]);
-            }
-        }
     }
 
     /// Writes the copies of the step being planned into its ring slot.

@@ -106,7 +106,8 @@ impl Transfers {
 }
 
 impl Scheduler {
-    /// Starts reading the KV and state of a running or handed-over sequence. They stay as they are, past its end, until
+    /// Starts reading the KV and state of a running or handed-over sequence whose first step since its admission has
+    /// completed. They stay as they are, past its end, until
     /// [`Scheduler::close_transfer`].
     ///
     /// # Errors
@@ -114,7 +115,7 @@ impl Scheduler {
     pub fn begin_save(&mut self, seq: Seq) -> Result<Save, TransferError> {
         let status = self.seqs.status(seq).ok_or(TransferError::Stale(seq))?;
         let lane = self.seqs.lane(seq);
-        if !matches!(status, Status::Running | Status::Handover) {
+        if !matches!(status, Status::Running | Status::Handover) || !self.has_arrived(seq) {
             return Err(TransferError::Status(seq));
         }
         if let Some(lane) = lane {
