@@ -167,6 +167,50 @@ class Counts(TypedDict):
     host_slots: PoolCounts
 
 @type_check_only
+class Times(TypedDict):
+    """Times in buckets whose bounds double: bucket ``i`` counts those below ``1024 << i`` ns, the last one all above."""
+
+    counts: list[int]
+    sum_ns: int
+
+@type_check_only
+class Shares(TypedDict):
+    """Parts of a whole: bucket ``i`` counts those from ``i`` tenths up, bucket 10 the wholes; ``part`` and ``whole`` are sums."""
+
+    counts: list[int]
+    part: int
+    whole: int
+
+@type_check_only
+class Votes(TypedDict):
+    """Rounds of a rank group and what they led to."""
+
+    rounds: int
+    second_rounds: int
+    idle: int
+    decode: int
+    prefill: int
+    fallback: int
+    error: int
+
+@type_check_only
+class Metrics(TypedDict):
+    """Everything the core counts, at one moment."""
+
+    totals: dict[str, int]  # as `Core.stats`
+    pools: Counts
+    chunk_fill: Shares  # prefill rows of a step against the rows it had for them
+    votes: Votes
+    drafts_asked: list[int]  # how often a draft stood at each position of a sequence's drafts, in completed steps
+    drafts_taken: list[int]  # and how often it was accepted there
+    device_time: Times
+    host_time: Times
+    idle_ns: int
+    hidden_ns: int
+    bubble: float  # part of the device's time in which it stood still although there was work
+    overlap: float  # part of the host's work that was hidden under the device's
+
+@type_check_only
 class SequenceInfo(TypedDict):
     """What is known of a sequence. Times are the caller's nanoseconds, 0 = not yet."""
 
@@ -384,6 +428,14 @@ class Core:
 
     def stats(self) -> dict[str, int]:
         """Totals since the start (steps, tokens, hits, preemptions, ends by reason, …) and gauges."""
+
+    def metrics(self) -> Metrics:
+        """All counters, histograms and gauges of one moment."""
+
+    def note_step_times(self, step: int, device_ns: int, idle_ns: int, host_ns: int) -> bool:
+        """Takes the measured times of a completed step (its number, from the header): how long the device worked on it, how long it
+        stood still before it although there was work, how long the host worked. False, and nothing counted, if the step has not
+        completed or comes twice or out of order; steps may be left out."""
 
     def check(self) -> str | None:
         """Recounts pools and holders from scratch, for tests; says what disagrees."""

@@ -33,6 +33,8 @@ CALLS: dict[str, Callable[[_core.Core], object]] = {
     "info": lambda core: core.info(1),
     "counts": lambda core: core.counts(),
     "stats": lambda core: core.stats(),
+    "metrics": lambda core: core.metrics(),
+    "note_step_times": lambda core: core.note_step_times(1, 1, 0, 1),
     "check": lambda core: core.check(),
     "has_work": lambda core: core.has_work(),
     "drain_events": lambda core: core.drain_events(),

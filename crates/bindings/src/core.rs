@@ -385,6 +385,15 @@ impl Core {
         metrics::stats(py, &snapshot)
     }
 
+    fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (snapshot, counters) = self.with(py, |inner| (inner.scheduler.snapshot(), inner.scheduler.counts()))?;
+        metrics::metrics(py, &snapshot, &counters)
+    }
+
+    fn note_step_times(&self, py: Python<'_>, step: u64, device_ns: u64, idle_ns: u64, host_ns: u64) -> PyResult<bool> {
+        self.with(py, |inner| inner.scheduler.note_step_times(StepId(step), device_ns, idle_ns, host_ns))
+    }
+
     fn check(&self, py: Python<'_>) -> PyResult<Option<String>> {
         self.with(py, |inner| inner.scheduler.check().err())
     }

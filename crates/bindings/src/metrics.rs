@@ -1,6 +1,6 @@
 //! Counts, counters and what is known of a sequence, as dictionaries. For metrics and tests, not for every step.
 
-use deepinfer_scheduler::{Counters, Counts, Event, Finish, Info, Metrics, Status};
+use deepinfer_scheduler::{Counters, Counts, Event, Finish, Histogram, Info, Metrics, Status};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
@@ -50,6 +50,8 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
         decode_steps,
         prefill_steps,
         mixed_steps,
+        dummy_steps,
+        idle_plans,
         prefill_tokens,
         recomputed_tokens,
         decode_rows,
@@ -78,11 +80,13 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
         running,
         decoding,
         waiting,
+        wait_preempted,
         wait_grammar,
         wait_kv,
         wait_fork,
         swapping_out,
         swapped,
+        wait_handover,
         transfers,
         available_blocks,
         last_step,
@@ -91,6 +95,38 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
     for (name, count) in ["stop", "length", "abort", "error", "handover"].into_iter().zip(metrics.finished) {
         dict.set_item(format!("finished_{name}"), count)?;
     }
+    Ok(dict)
+}
+
+fn times<'py>(py: Python<'py>, histogram: &Histogram) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("counts", histogram.counts.to_vec())?;
+    dict.set_item("sum_ns", histogram.sum)?;
+    Ok(dict)
+}
+
+/// The whole snapshot: `totals` as [`stats`] has them, and what is no single number.
+pub fn metrics<'py>(py: Python<'py>, metrics: &Metrics, counters: &Counters) -> PyResult<Bound<'py, PyDict>> {
+    let (asked, taken) = metrics.drafts.at_positions();
+    let shares = fields!(py, metrics.chunk_fill, part, whole);
+    shares.set_item("counts", metrics.chunk_fill.counts.to_vec())?;
+    let votes = fields!(py, metrics.votes, rounds, second_rounds);
+    for (name, count) in ["idle", "decode", "prefill", "fallback", "error"].into_iter().zip(metrics.votes.outcomes) {
+        votes.set_item(name, count)?;
+    }
+    let dict = PyDict::new(py);
+    dict.set_item("totals", stats(py, metrics)?)?;
+    dict.set_item("pools", counts(py, counters)?)?;
+    dict.set_item("chunk_fill", shares)?;
+    dict.set_item("votes", votes)?;
+    dict.set_item("drafts_asked", asked.to_vec())?;
+    dict.set_item("drafts_taken", taken.to_vec())?;
+    dict.set_item("device_time", times(py, &metrics.times.device)?)?;
+    dict.set_item("host_time", times(py, &metrics.times.host)?)?;
+    dict.set_item("idle_ns", metrics.times.idle_ns)?;
+    dict.set_item("hidden_ns", metrics.times.hidden_ns)?;
+    dict.set_item("bubble", metrics.bubble_ppm() as f64 / 1e6)?;
+    dict.set_item("overlap", metrics.overlap_ppm() as f64 / 1e6)?;
     Ok(dict)
 }
 

@@ -245,6 +245,9 @@ impl Scheduler {
             last[lane] = if planned[lane] == end { tokens[first + got - 1] } else { last[lane] };
             made += got;
             kept_drafts += got - 1;
+            if asked > 1 {
+                metrics.drafts.note(asked - 1, got - 1);
+            }
         }
         rows.truncate(at * OUTPUT_WORDS);
         metrics.output_tokens += made as u64;
@@ -289,6 +292,9 @@ impl Scheduler {
             (0, Some(Finish::Error))
         };
         self.metrics.accepted += u64::from(count.saturating_sub(1));
+        if asked > 1 {
+            self.metrics.drafts.note(asked as usize - 1, count.saturating_sub(1) as usize);
+        }
         let token = self.ring.get(launch.slot, F::Tokens)[sample];
         self.close_row(seq, row, token, count, finish, lane)
     }

@@ -115,6 +115,10 @@ impl Scheduler {
         }
         self.metrics.decode_rows += decode_rows as u64;
         self.metrics.prefill_tokens += totals.prefill_rows;
+        if totals.prefill_rows > 0 {
+            let room = u64::from(self.limits.max_num_batched_tokens) - decode_rows as u64;
+            self.metrics.chunk_fill.record(totals.prefill_rows, room);
+        }
         Plan {
             step: StepId(self.step),
             slot,

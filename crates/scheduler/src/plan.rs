@@ -123,6 +123,7 @@ impl Scheduler {
         if self.lanes.rows.iter().all(|&rows| rows == 0) {
             let slot = self.ring.slot_of(self.step + 1).0;
             self.fill_dummy(slot, StepKind::Idle, 0);
+            self.metrics.idle_plans += 1;
             return Ok(None);
         }
         Ok(Some(self.fill()))
@@ -141,6 +142,7 @@ impl Scheduler {
         self.step += 1;
         let slot = self.ring.slot_of(self.step).0;
         self.fill_dummy(slot, StepKind::Dummy, self.step);
+        self.metrics.dummy_steps += 1;
         let parity = parity(self.step);
         self.lanes.sent[parity].fill(NOT_SENT);
         let launch = &mut self.launches[parity];

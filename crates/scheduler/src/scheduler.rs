@@ -404,28 +404,6 @@ impl Scheduler {
         self.check_holders()
     }
 
-    /// Counters and gauges.
-    pub fn snapshot(&self) -> Metrics {
-        let mut metrics = self.metrics;
-        metrics.running = self.lanes.len() as u64;
-        metrics.decoding = self.lanes.decoding as u64;
-        metrics.waiting = self.waiting.len() as u64;
-        for (_, status, _) in self.seqs.iter() {
-            match status {
-                Status::WaitGrammar => metrics.wait_grammar += 1,
-                Status::WaitKv => metrics.wait_kv += 1,
-                Status::WaitFork => metrics.wait_fork += 1,
-                Status::SwappingOut => metrics.swapping_out += 1,
-                Status::Swapped => metrics.swapped += 1,
-                _ => {}
-            }
-        }
-        metrics.transfers = self.transfers.open() as u64;
-        metrics.available_blocks = self.kv.available().into();
-        metrics.misuse = self.kv.misuse + self.host.misuse;
-        metrics
-    }
-
     /// Appends what changed in the prefix index since the last call.
     pub fn events(&mut self, into: &mut Vec<Event>) {
         self.kv.blocks.drain_events(into);

@@ -6,7 +6,7 @@
 mod common;
 
 use common::{Memory, config, prompt};
-use deepinfer_scheduler::{Prepared, Scheduler};
+use deepinfer_scheduler::{Prepared, Scheduler, StepId};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
@@ -70,6 +70,8 @@ fn steady_decode_allocates_nothing_while_blocks_fill_and_publish() {
                 }
             }
             step(&mut scheduler, &mut memory, 32, if draft > 0 { 2 } else { 1 });
+            let newest = scheduler.snapshot().last_step;
+            assert!(scheduler.note_step_times(StepId(newest), 1000, 10, 100));
         }
         assert_eq!(COUNT.with(Cell::get) - before, 0, "{draft} drafts");
         assert!(scheduler.snapshot().output_tokens > 9000);
