@@ -15,8 +15,7 @@ fn step_kinds_and_chunk_shares_are_those_of_the_plans() {
     }
     let mut seen = [0_u64; 5];
     let (mut chunks, mut chunk_rows, mut room) = (0, 0, 0);
-    loop {
-        let Some(plan) = rig.schedule() else { break };
+    while let Some(plan) = rig.schedule() {
         seen[plan.kind as usize] += 1;
         let rows = u64::from(plan.rows - plan.decoding);
         if rows > 0 {
