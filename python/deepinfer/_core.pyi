@@ -68,7 +68,8 @@ class CoreConfig:
     step is then either prompt or decode rows, and prefill is tried after ``all_interval`` decode steps if every rank wants it,
     after ``any_interval`` if any does. ``max_chunk_tokens`` 0 = the token budget; instead of it ``chunk_budget_ns`` limits the time of
     a step's prompt rows, a chunk of q rows behind c computed ones taking ``a q² + b q c + d q + e`` ns with ``chunk_cost = (a, b, d,
-    e)``. ``model`` to ``salt`` root the hash chain: two engines share blocks only if all of them agree. Values are checked together by ``Core``.
+    e)``. ``model`` to ``salt`` root the hash chain: two engines share blocks only if all of them agree.
+    Values are checked together by ``Core``.
 
     A ``"prompt"`` engine ends a sequence with its first token (finish ``"handover"``) and keeps its KV until ``Core.release``, at most
     ``handover_lease_ns``; a ``"completion"`` engine takes requests with ``wait_kv`` only.

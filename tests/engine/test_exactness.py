@@ -91,7 +91,7 @@ def test_preemption_and_recompute_leave_no_trace(device: str) -> None:
     params = mixed(6, 40)
     want = alone(model, device, prompts, params)
     for caching, overlap in ((False, False), (False, True), (True, True)):
-        small = {"block_size": 16, "num_kv_blocks": 10, "enable_prefix_caching": caching, "zero_overhead": overlap}
+        small = {"block_size": 16, "num_kv_blocks": 10, "enable_prefix_caching": caching, "zero_overhead": overlap, "swap_space_gib": 0}
         with make_engine(model, device, **small) as engine:
             got = generate(engine, prompts, params)
             assert engine.core_stats()["preemptions"] > 0, "the pool was meant to be too small"

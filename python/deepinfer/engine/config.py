@@ -57,6 +57,8 @@ class EngineConfig:
         kv_memory_fraction: on a GPU the share of the card that weights and KV together may take (0.9); on a CPU the share of
             the memory left after loading that KV may take (0.5), and never more than ``max_num_seqs`` full sequences need.
         gpu_memory_utilization: another name for ``kv_memory_fraction``.
+        swap_space_gib: host memory that preempted sequences may be swapped to where that is cheaper than computing them again; ``None`` =
+            at most 1 GiB on a CPU, 4 on a GPU, and an eighth of what is free; 0 = none.
         enable_prefix_caching: keep finished blocks for prompts with the same beginning.
         seed: start of the seeds of requests that bring none.
         load_format: ``auto``, ``safetensors``, ``gguf``, or ``dummy`` (random weights from a configuration alone).
@@ -91,6 +93,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_memory_fraction: float | None = None
     gpu_memory_utilization: float | None = None
+    swap_space_gib: float | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
     load_format: LoadFormat = "auto"
@@ -165,6 +168,9 @@ class EngineConfig:
             raise ConfigError(f"handover_lease must be between 0.001 and 3600 seconds, got {lease!r}")
 
     def _check_memory(self) -> None:
+        swap = self.swap_space_gib
+        if swap is not None and (not isinstance(swap, int | float) or isinstance(swap, bool) or not 0 <= swap <= 1 << 20):
+            raise ConfigError(f"swap_space_gib must be a number of GiB of at least 0, got {swap!r}")
         fraction, alias = self.kv_memory_fraction, self.gpu_memory_utilization
         if fraction is not None and alias is not None and fraction != alias:
             raise ConfigError("kv_memory_fraction and gpu_memory_utilization are one setting under two names; give one of them")

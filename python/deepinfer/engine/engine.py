@@ -24,6 +24,7 @@ from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, wei
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
 from deepinfer.engine.step_loop import RING_SLOTS, EngineCounters, Launched, StepLoop
+from deepinfer.engine.swap import SwapPlan, SwapRates, plan_swap
 from deepinfer.engine.tokenizer import check_token_ids
 from deepinfer.errors import (
     ConfigError,
@@ -82,6 +83,7 @@ class Engine(EngineHooks):
     Attributes:
         config, run: settings as given, and as they hold on this machine.
         plan: KV pools.
+        swap: host memory for preempted sequences.
         resolved: where the checkpoint, its configuration and tokenizer are, as `deepinfer.models.resolve_model` found them.
         counters: totals since the start.
         last_failure: the error of the latest failed step, its cause attached.
@@ -102,6 +104,7 @@ class Engine(EngineHooks):
         self.model: Model = load_model(self.resolved, self.run.dtype, self.run.device, config.load_format, config.seed, progress)
         paged, state = self.model.kv_groups(config.block_size)
         self.plan: KvPlan = plan_kv(config, self.run, paged, state, self.model.max_position, self.model.vocab_size)
+        self.swap: SwapPlan = plan_swap(config, self.run, self.plan, paged, state)
         if not self.run.quiet:
             print(report(self.run, self.plan, config.model, weights), file=sys.stderr)
         self.max_model_len = self.plan.max_model_len
@@ -111,6 +114,7 @@ class Engine(EngineHooks):
         self._core = _core.Core(self._core_config(paged, state))
         self._runner = self._make_runner(paged, state)
         self._core.register_ring(self._runner.ring.registration())
+        self._rates = SwapRates(self._core, self._runner.measure_swap())
         self._loop = StepLoop(self._core, self._runner, self._depth, self, self.counters)
         self._answers: dict[int, _Answer] = {}
         self._requests: dict[str, list[int]] = {}
@@ -148,6 +152,8 @@ class Engine(EngineHooks):
             vocab_size=self.vocab_size,
             ring_slots=RING_SLOTS,
             max_in_flight=self._depth,
+            host_blocks=self.swap.blocks,
+            host_slots=self.swap.slots,
             device_ordered=True,
             prefix_caching=self.config.enable_prefix_caching,
             engine_type=self.config.engine_type,
@@ -195,6 +201,8 @@ class Engine(EngineHooks):
             self._restored,
             make_queue(self.run.device, self._depth > 1),
             RING_SLOTS,
+            self.swap.pages,
+            self.swap.slots,
         )
 
     # Requests
@@ -369,6 +377,8 @@ class Engine(EngineHooks):
 
     def step_completed(self, launched: Launched, result: StepResult, times: StepTimes | None) -> list[SequenceDelta]:
         """Keeps log-probabilities of what the core kept, moves grammars, and gives the deltas."""
+        if times is not None:
+            self._rates.note(result.header, times, result.swapped_bytes)
         if result.logprobs is not None or launched.grammars:
             kept, first = self._kept_tokens(result.header.seqs)
             if result.logprobs is not None:

@@ -169,7 +169,7 @@ class StepLoop:
         c.prefill_tokens += result.header.rows - result.header.decodes
         c.generated_tokens += result.header.samples
         if times is not None:
-            c.device_s += times.forward + times.sample
+            c.device_s += times.commands + times.forward + times.sample
             c.idle_s += times.idle
         news += self._owner.step_completed(launched, result, times)
 

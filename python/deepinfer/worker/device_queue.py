@@ -25,9 +25,10 @@ Work = Callable[[], None]
 
 
 class StepTimes(NamedTuple):
-    """Seconds by the device's clock: idle before the step, up to the end of its forward, and its last piece of work."""
+    """Seconds by the device's clock: idle before the step, its commands (0 if its forward is its first work), forward, and the rest."""
 
     idle: float
+    commands: float
     forward: float
     sample: float
 
@@ -92,9 +93,9 @@ def _perform(ticket: Ticket, work: Work) -> None:
 def _host_times(ticket: Ticket, before: Ticket | None) -> StepTimes | None:
     if len(ticket.marks) < 3 or ticket.error is not None:
         return None
-    begin, forward, end = ticket.marks[0], *ticket.marks[-2:]
+    begin, commands, forward, end = ticket.marks[0], *ticket.marks[-3:]
     idle = begin - before.marks[-1] if before is not None and before.marks else 0.0
-    return StepTimes(max(idle, 0.0), forward - begin, end - forward)
+    return StepTimes(max(idle, 0.0), commands - begin, forward - commands, end - forward)
 
 
 class InlineQueue:
@@ -231,9 +232,10 @@ class StreamQueue:
         """See :class:`DeviceQueue`."""
         if len(ticket.marks) < 3 or ticket.error is not None:
             return None
-        begin, forward, end = ticket.marks[0], *ticket.marks[-2:]
+        begin, commands, forward, end = ticket.marks[0], *ticket.marks[-3:]
         idle = before.marks[-1].elapsed_time(begin) if before is not None and before.marks else 0.0
-        found = StepTimes(max(idle, 0.0) / 1e3, begin.elapsed_time(forward) / 1e3, forward.elapsed_time(end) / 1e3)
+        pieces = (begin.elapsed_time(commands), commands.elapsed_time(forward), forward.elapsed_time(end))
+        found = StepTimes(max(idle, 0.0) / 1e3, *(ms / 1e3 for ms in pieces))
         if before is not None:
             self._spare += before.marks
             before.marks = []

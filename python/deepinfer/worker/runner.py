@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from deepinfer.models.base import ForwardBatch, Model, PagedGroup, StateGroup
 from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, run_in_order
 from deepinfer.worker.grammar import MaskBuffers, apply_masks
+from deepinfer.worker.host_pages import HostPages, sort_commands
 from deepinfer.worker.input_batch import InputBatch, one_sequence
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.logprobs import HostLogprobs, gather_logprobs
@@ -87,6 +88,7 @@ class StepResult:
         logprob_counts: most likely tokens wanted by each of these rows.
         logprobs: of the tokens drawn, or ``None``.
         prompt_logprobs: one entry per piece of a prompt computed in this step that wants them.
+        swapped_bytes: moved between device and host memory for preempted sequences.
     """
 
     header: Header
@@ -94,6 +96,7 @@ class StepResult:
     logprob_counts: list[int] = field(default_factory=list)
     logprobs: HostLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    swapped_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -151,6 +154,7 @@ class ModelRunner:
         lookup: gives a sequence's sampling when the core has given it a slot.
         restore: told of each that begins with positions in place, once the step's page and state commands are queued.
         queue: runs the device half.
+        host_pages: host pages of each paged group for swapping, empty = none; ``host_slots``: host slots of state.
     """
 
     def __init__(
@@ -167,6 +171,8 @@ class ModelRunner:
         restore: Restore,
         queue: DeviceQueue,
         ring_slots: int = 3,
+        host_pages: Sequence[int] = (),
+        host_slots: int = 0,
     ) -> None:
         self.model, self.device, self.queue = model, device, queue
         self._pinned, self._lookup, self._restore = pinned, lookup, restore
@@ -176,6 +182,7 @@ class ModelRunner:
         own += [("params", limits.max_num_seqs * NUM_COLUMNS), ("source_row", limits.max_num_seqs)]
         self.ring = StepRing(layout, own, device, pinned, ring_slots)
         self.kv = KVCache(paged, num_pages, state, limits.num_slots, device)
+        self.host = HostPages(self.kv, host_pages, host_slots + 1, pinned) if any(host_pages) else None
         one_group = paged[0].page_tokens if len(paged) == 1 else None
         maps = limits.resolved_maps([g.page_tokens for g in paged])
         self.inputs = InputBatch(limits.num_slots, sum(limits.columns), one_group, maps, device)
@@ -199,6 +206,7 @@ class ModelRunner:
                 raise error
             resumed = self._admit(step)
             self._find_sources(step)
+            self._sort_swaps(step)
             self._choose_rows(step)
             self._choose_prompts(step)
             self.queue.submit(step.ticket, lambda: self._commands(step), last=False)
@@ -243,6 +251,22 @@ class ModelRunner:
         self._last = None
 
     # Beside the steps, in the queue's order
+
+    def measure_swap(self, pages: int = 16, repeats: int = 3) -> float:
+        """Bytes a second of a copy out and back between the device and its host pages; 0 without them. Waits for the device."""
+        if self.host is None:
+            return 0.0
+        host, ticket, moved = self.host, Ticket(), [0]
+
+        def copy() -> None:
+            moved[0] = host.copy_some(pages)
+
+        for nth in range(repeats):  # the first one takes memory
+            self.queue.submit(ticket, torch.inference_mode()(copy), last=nth == repeats - 1)
+        self.queue.wait(ticket)
+        times = self.queue.times(ticket, None)
+        seconds = 0.0 if times is None else min(times.forward, times.sample)
+        return moved[0] / seconds if seconds > 0 else 0.0
 
     def in_order(self, work: Callable[[], None]) -> Callable[[], None]:
         """Hands over work behind every step launched so far and ahead of later ones. The result waits for it, on any thread, and
@@ -301,6 +325,17 @@ class ModelRunner:
             a, n = step.slot.a, step.header.seqs
             a["source_row"][:n] = step.before.slot.a["sample_off"][a["prev_seq"][:n] + 1] - 1
 
+    def _sort_swaps(self, step: Step) -> None:
+        """Orders the swap commands for the copies, and counts their bytes."""
+        h, a = step.header, step.slot.a
+        if self.host is None or not (h.swap_out or h.swap_in or h.swap_out_states or h.swap_in_states):
+            return
+        out, back = a["swap_out"][: 3 * h.swap_out].reshape(-1, 3), a["swap_in"][: 3 * h.swap_in].reshape(-1, 3)
+        sort_commands(out, 2)
+        sort_commands(back, 1)
+        states = h.swap_out_states + h.swap_in_states
+        step.result.swapped_bytes = self.host.num_bytes(out, states) + self.host.num_bytes(back, 0)
+
     def _choose_rows(self, step: Step) -> None:
         """Sorts sampling rows by what they need, so that the device is never asked."""
         a, n, r = step.slot.a, step.header.seqs, step.header.samples
@@ -358,6 +393,8 @@ class ModelRunner:
         """The upload, and what moves or clears pages, states and sampling values before the forward reads or writes any."""
         slot, header = step.slot, step.header
         slot.upload()
+        if step.result.swapped_bytes:
+            self._swap_out(slot, header)
         for a in step.admitted:
             self.sampling.admit_device(a.slot, a.row, a.output, a.flags)
         if header.admitted:
@@ -370,6 +407,26 @@ class ModelRunner:
             self.kv.clone_states(slot.d["clone_states"][: 2 * header.state_clones].view(-1, 2))
         if header.block_clones:
             self.kv.clone_blocks(slot.d["clone_blocks"][: 3 * header.block_clones].view(-1, 3))
+        if step.result.swapped_bytes:
+            self._swap_in(slot, header)
+
+    def _swap_out(self, slot: RingSlot, header: Header) -> None:
+        """Copies of victims, before anything writes the pages they leave."""
+        assert self.host is not None
+        pages, states = 3 * header.swap_out, 2 * header.swap_out_states
+        if pages:
+            self.host.swap_out(slot.a["swap_out"][:pages].reshape(-1, 3), slot.d["swap_out"][:pages].view(-1, 3))
+        if states:
+            self.host.swap_out_states(slot.a["swap_out_states"][:states].reshape(-1, 2), slot.d["swap_out_states"][:states].view(-1, 2))
+
+    def _swap_in(self, slot: RingSlot, header: Header) -> None:
+        """Copies back, once the pages are theirs."""
+        assert self.host is not None
+        pages, states = 3 * header.swap_in, 2 * header.swap_in_states
+        if pages:
+            self.host.swap_in(slot.a["swap_in"][:pages].reshape(-1, 3), slot.d["swap_in"][:pages].view(-1, 3))
+        if states:
+            self.host.swap_in_states(slot.a["swap_in_states"][:states].reshape(-1, 2), slot.d["swap_in_states"][:states].view(-1, 2))
 
     @torch.inference_mode()
     @forbid_device_sync()

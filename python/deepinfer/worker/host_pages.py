@@ -1,0 +1,127 @@
+"""Host memory that victims of preemption are swapped to, and the copies out of and into the KV tensors.
+
+Owns: the bytes; ids come from the core (host pages count from 0, host slots from 1). Never touches: who is swapped, and when.
+
+A host page holds the bytes of one page of a group over all its tensors, side by side, so that it travels as one piece. On a GPU pages
+are gathered on the device and copied in runs of neighbouring host pages, from and to page-locked memory; the host never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deepinfer.worker.kv_cache import KVCache, zeros
+
+_STAGED = 64 << 20  # bytes gathered on the device at once
+
+
+def sort_commands(commands: NDArray[np.int32], host_column: int) -> None:
+    """Orders swap commands ``[m, 3]`` in place by group, then by host page, so that each group is one run and neighbours meet."""
+    commands[:] = commands[np.lexsort((commands[:, host_column], commands[:, 0]))]
+
+
+class HostPages:
+    """Host copies of pages and state rows.
+
+    Args:
+        kv: the device's tensors.
+        pages: host pages of each paged group; ``slots``: host slots of state, the unused 0 included.
+        pinned: page-locked, as copies from and to a GPU need it.
+    """
+
+    def __init__(self, kv: KVCache, pages: Sequence[int], slots: int, pinned: bool) -> None:
+        self._groups = [_Rows(_byte_rows(members), count, pinned) for members, count in zip(kv.groups, pages, strict=True)]
+        self._states = [_Rows([tensor], slots, pinned) for tensor in kv.states]
+
+    def num_bytes(self, commands: NDArray[np.int32], states: int) -> int:
+        """Bytes that swap commands ``[m, 3]`` of pages, and of so many state rows, move."""
+        counts = np.bincount(commands[:, 0], minlength=len(self._groups)).tolist() if len(commands) else []
+        moved = sum(n * g.row_bytes for n, g in zip(counts, self._groups, strict=False))
+        return moved + states * sum(s.row_bytes for s in self._states)
+
+    def swap_out(self, commands: NDArray[np.int32], device: torch.Tensor) -> None:
+        """Copies pages to the host: sorted rows of (group, device page, host page), as known here and on the device."""
+        for group, first, end in _by_group(commands):
+            self._groups[group].out(device[first:end, 1], commands[first:end, 2])
+
+    def swap_in(self, commands: NDArray[np.int32], device: torch.Tensor) -> None:
+        """Copies pages back: sorted rows of (group, host page, device page)."""
+        for group, first, end in _by_group(commands):
+            self._groups[group].back(device[first:end, 2], commands[first:end, 1])
+
+    def swap_out_states(self, commands: NDArray[np.int32], device: torch.Tensor) -> None:
+        """Copies state rows to the host: rows of (state slot, host slot)."""
+        for rows in self._states:
+            rows.out(device[:, 0], commands[:, 1])
+
+    def swap_in_states(self, commands: NDArray[np.int32], device: torch.Tensor) -> None:
+        """Copies state rows back: rows of (host slot, state slot)."""
+        for rows in self._states:
+            rows.back(device[:, 1], commands[:, 0])
+
+    def copy_some(self, pages: int) -> int:
+        """Copies the null page of group 0 out and back so many times, to see how fast that is; gives the bytes one way."""
+        rows = self._groups[0]
+        count = min(pages, rows.count)
+        where = np.arange(count, dtype=np.int32)
+        null = torch.zeros(count, dtype=torch.int32, device=rows.device)
+        rows.out(null, where)
+        rows.back(null, where)
+        return count * rows.row_bytes
+
+
+class _Rows:
+    """Host rows that each hold one row of several device tensors seen as ``uint8 [rows, bytes]``."""
+
+    def __init__(self, parts: list[torch.Tensor], count: int, pinned: bool) -> None:
+        self.count = count
+        self.device = parts[0].device
+        self._parts = parts
+        self.row_bytes = sum(p.shape[1] for p in parts)
+        shape = (count, self.row_bytes)
+        # Without pinning, rows take memory once they are written.
+        self._host = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else zeros(shape, torch.uint8, torch.device("cpu"))
+        self._at_once = max(1, _STAGED // max(1, self.row_bytes))
+
+    def out(self, rows: torch.Tensor, host: NDArray[np.int32]) -> None:
+        for first in range(0, len(host), self._at_once):
+            piece = host[first : first + self._at_once]
+            index = rows[first : first + len(piece)].long()
+            staged = torch.cat([part.index_select(0, index) for part in self._parts], 1)
+            for at, n, page in _runs(piece):
+                self._host[page : page + n].copy_(staged[at : at + n], non_blocking=True)
+
+    def back(self, rows: torch.Tensor, host: NDArray[np.int32]) -> None:
+        for first in range(0, len(host), self._at_once):
+            piece = host[first : first + self._at_once]
+            index = rows[first : first + len(piece)].long()
+            staged = torch.empty((len(piece), self.row_bytes), dtype=torch.uint8, device=self.device)
+            for at, n, page in _runs(piece):
+                staged[at : at + n].copy_(self._host[page : page + n], non_blocking=True)
+            for part, source in zip(self._parts, staged.split([p.shape[1] for p in self._parts], 1), strict=True):
+                part.index_copy_(0, index, source)
+
+
+def _byte_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.view(t.shape[0], -1).view(torch.uint8) for t in tensors]
+
+
+def _by_group(commands: NDArray[np.int32]) -> Iterator[tuple[int, int, int]]:
+    """(group, first, end) of each run of one group in sorted commands."""
+    first = 0
+    groups, counts = np.unique(commands[:, 0], return_counts=True)
+    for group, count in zip(groups.tolist(), counts.tolist(), strict=True):
+        yield group, first, first + count
+        first += count
+
+
+def _runs(pages: NDArray[np.int32]) -> Iterator[tuple[int, int, int]]:
+    """(place, length, first page) of each run of neighbouring pages."""
+    borders = np.flatnonzero(np.diff(pages) != 1) + 1
+    starts = [0, *borders.tolist()]
+    for at, end in zip(starts, [*starts[1:], len(pages)], strict=True):
+        yield at, end - at, int(pages[at])
