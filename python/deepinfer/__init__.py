@@ -18,7 +18,7 @@ from deepinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from deepinfer.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from deepinfer.llm import LLM, AsyncLLM
+    from deepinfer.llm import LLM, AsyncLLM, PrefillDecodePair
     from deepinfer.models import register_model
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "Logprob",
+    "PrefillDecodePair",
     "RequestOutput",
     "SamplingParams",
     "__version__",
@@ -35,7 +36,12 @@ __all__ = [
     "register_model",
 ]
 
-_LATE = {"LLM": "deepinfer.llm", "AsyncLLM": "deepinfer.llm", "register_model": "deepinfer.models.registry"}
+_LATE = {
+    "LLM": "deepinfer.llm",
+    "AsyncLLM": "deepinfer.llm",
+    "PrefillDecodePair": "deepinfer.llm",
+    "register_model": "deepinfer.models.registry",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""What a user imports: `LLM` for scripts and batches, `AsyncLLM` for servers.
+"""What a user imports: `LLM` for scripts and batches, `AsyncLLM` and `PrefillDecodePair` for servers.
 
-Owns: the two front ends. Never touches: tensors, scheduling, HTTP. `LLM` drives an engine in this process; `AsyncLLM`
-(`deepinfer.engine.async_engine`) keeps one in a process of its own.
+Owns: the front ends. Never touches: tensors, scheduling, HTTP. `LLM` drives an engine in this process; `AsyncLLM`
+(`deepinfer.engine.async_engine`) keeps one in a process of its own, `PrefillDecodePair` (`deepinfer.engine.roles.pair`) two.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from deepinfer.engine.input_processor import ModelLimits, Prompt, PromptDict, ma
 from deepinfer.engine.interrupt import hold_interrupts
 from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check_mode
 from deepinfer.engine.request import EngineRequest
+from deepinfer.engine.roles.pair import PrefillDecodePair
 from deepinfer.engine.text_side import load_text_side
 from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.errors import EngineDeadError, InvalidRequestError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from deepinfer.engine.engine import Engine
 
-__all__ = ["LLM", "AsyncLLM"]
+__all__ = ["LLM", "AsyncLLM", "PrefillDecodePair"]
 
 
 class LLM:

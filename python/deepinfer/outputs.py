@@ -97,6 +97,8 @@ class RequestOutput:
         outputs: the answers, by index. In delta mode only those with news, holding only what is new.
         finished: whether every answer is complete.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        num_reruns: how often an answer was made again from its prompt, because a process of a prefill-decode pair had ended; the
+            tokens are the same.
         metrics: when things happened.
     """
 
@@ -107,6 +109,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_reruns: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def __repr__(self) -> str:

@@ -128,6 +128,7 @@ class _Request:
         self.answers = [_Answer(request, i, tokenizer, stops) for i in range(request.params.n)]
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.cached_tokens = 0
+        self.reruns = 0
         self.metrics = RequestMetrics(arrival_time=request.arrival)
 
     @property
@@ -147,6 +148,7 @@ class _Request:
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.cached_tokens,
+            num_reruns=self.reruns,
             metrics=self.metrics,
         )
 
@@ -180,6 +182,11 @@ class OutputProcessor:
         """Forgets an aborted request; gives its last output, with finish reason ``"abort"``. ``None`` if it is not known."""
         known = self._requests.pop(request_id, None)
         return None if known is None else _end(known, "abort", None)
+
+    def note_rerun(self, request_id: str) -> None:
+        """An answer of this request is being made again."""
+        if request_id in self._requests:
+            self._requests[request_id].reruns += 1
 
     def fail(self, request_id: str, message: str) -> RequestOutput | None:
         """Forgets a request that failed; gives its last output, with finish reason ``"error"``."""

@@ -5,8 +5,6 @@ Owns: which process computes, and what happens when it ends. Never touches: tens
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from deepinfer import _core
 
 
 class AsyncLLM(AsyncFront):
@@ -47,8 +47,6 @@ class AsyncLLM(AsyncFront):
         c = self.config
         resolved = resolve_model(c.model, revision=c.revision, load_format=c.load_format)
         self._line = EngineLine(wire.Start(c, ENGINE, registrations()))
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count()
         try:
             self._text = load_text_side(c, resolved)
         except BaseException:
@@ -74,13 +72,14 @@ class AsyncLLM(AsyncFront):
     async def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits float32 ``[len(token_ids), vocab_size]`` of every position, in one forward."""
         await self.ready()
-        call = next(self._numbers)
-        waiting = self._calls[call] = asyncio.get_running_loop().create_future()
-        try:
-            self._line.send(wire.Logits(call, [int(i) for i in token_ids]))
-            return await waiting
-        finally:
-            del self._calls[call]
+        ids = [int(i) for i in token_ids]
+        done = await self._line.call(lambda number: wire.Logits(number, ids))
+        return done.values
+
+    async def core_counts(self) -> _core.Counts:
+        """The engine's blocks and state slots by state."""
+        await self.ready()
+        return (await self._line.call(wire.Count)).counts
 
     # The other process
 
@@ -104,22 +103,12 @@ class AsyncLLM(AsyncFront):
                 self._take(deltas)
             case wire.Rejected(request_id, error):
                 self._fail(request_id, error.exception())
-            case wire.LogitsDone(call, values, error):
-                waiting = self._calls.get(call)
-                if waiting is None or waiting.done():
-                    return
-                if error is None:
-                    waiting.set_result(values)
-                else:
-                    waiting.set_exception(error.exception())
 
     def _die(self, error: DeepInferError) -> None:
         if self._dead is not None:
             return
         super()._die(error)
-        for waiting in self._calls.values():
-            if not waiting.done():
-                waiting.set_exception(type(error)(*error.args))
+        self._line.fail_calls(error)
 
     # The end
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,8 @@ class EngineLine:
         self._reader: asyncio.StreamReader | None = None
         self._unpacker = wire.Unpacker()
         self._reading: asyncio.Task[None] | None = None
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
         self.loaded = False
 
     @property
@@ -70,14 +73,43 @@ class EngineLine:
                 for message in self._unpacker.feed(data):
                     if isinstance(message, wire.Died):
                         failure = EngineDeadError(f"the {self._name} stopped: {message.error.message}")
+                    elif isinstance(message, wire.LogitsDone | wire.Counted):
+                        self._answer(message)
                     else:
                         heard(message)
+        self.fail_calls(failure or EngineDeadError(f"the {self._name} process has ended"))
         died(failure or EngineDeadError(f"the {self._name} process {await self.how_it_ended()}"))
 
     def send(self, message: Any) -> None:
         """Sends as soon as the connection takes it; to a process that has ended nothing."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(wire.pack(message))
+
+    async def call(self, question: Callable[[int], Any]) -> Any:
+        """Sends ``question(number)`` and waits for the message that answers that number. Raises what it failed with."""
+        number = next(self._numbers)
+        waiting = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(question(number))
+            return await waiting
+        finally:
+            del self._calls[number]
+
+    def _answer(self, message: wire.LogitsDone | wire.Counted) -> None:
+        waiting = self._calls.get(message.call)
+        if waiting is None or waiting.done():
+            return
+        error = message.error if isinstance(message, wire.LogitsDone) else None
+        if error is None:
+            waiting.set_result(message)
+        else:
+            waiting.set_exception(error.exception())
+
+    def fail_calls(self, error: DeepInferError) -> None:
+        """Nobody will answer any more."""
+        for waiting in self._calls.values():
+            if not waiting.done():
+                waiting.set_exception(type(error)(*error.args))
 
     async def drain(self) -> None:
         """Waits until what was sent has left."""

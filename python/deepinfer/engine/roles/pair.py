@@ -1,0 +1,331 @@
+"""`PrefillDecodePair`: one model served by two engine processes, one for prompts and one for what follows.
+
+Owns: which process has which request, passing hand-overs on, and what becomes of requests whose process ended. Never touches: KV, text.
+
+A process that ends is started again. Its requests are made again from their prompts, `max_reruns` times at most: seeds are fixed when a
+request comes in, so the tokens are the same, and those already given out are not given out twice. Requests of the other process go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.engine.async_engine import wire
+from deepinfer.engine.async_engine.front import ENGINE, AsyncFront
+from deepinfer.engine.async_engine.line import EngineLine
+from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.request import EngineRequest, SequenceDelta
+from deepinfer.engine.text_side import load_text_side
+from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, HandoverError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from deepinfer import _core
+
+_WINDOW = 60.0
+"""Seconds within which more restarts than allowed end the pair."""
+
+
+class _Side:
+    """One of the two processes, in all its lives."""
+
+    def __init__(self, name: str, start: wire.Start) -> None:
+        self.name = name
+        self.start = start
+        self.line = EngineLine(start, f"{name} engine")
+        self.up = False
+        self.waiting: list[tuple[str, Any]] = []  # (key, message) for the next life
+        self.ends: deque[float] = deque()
+
+    def send(self, key: str, message: Any) -> None:
+        """To this life, or the next one."""
+        if self.up:
+            self.line.send(message)
+        else:
+            self.waiting.append((key, message))
+
+    def tell(self, message: Any) -> None:
+        """To this life only."""
+        if self.up:
+            self.line.send(message)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One answer on its way."""
+
+    request: EngineRequest  # of this answer alone; its id is the caller's
+    index: int
+    side: _Side
+    key: str = ""  # id in the engines; another one for each run
+    run: int = 0
+    made: int = 0  # tokens of this run
+    given: int = 0  # tokens given out
+    told_prompt: bool = False
+
+
+class PrefillDecodePair(AsyncFront):
+    """A model in two engine processes: one computes prompts and first tokens, the other goes on. Used like `AsyncLLM`.
+
+    Decoding is never held up by somebody's long prompt, and answers are those of one engine, bit for bit.
+
+    Args:
+        model: as for `AsyncLLM`.
+        kv_transfer: how KV goes from one process to the other: ``"shm"`` or ``"tcp"``.
+        max_reruns: how often an answer is made again when its process ended; 0 = the request fails with EngineDeadError.
+        max_restarts: how often each process is started again within a minute before the pair gives up.
+        prompt_settings, completion_settings: settings of one side only (``num_kv_blocks``, ``device``, ``num_threads``, ...).
+        settings: of both; see :class:`~deepinfer.engine.config.EngineConfig`.
+
+    Raises:
+        ConfigError, ModelNotFoundError, UnsupportedModelError: here already where they can be seen without loading.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        kv_transfer: str = "shm",
+        max_reruns: int = 1,
+        max_restarts: int = 5,
+        prompt_settings: Mapping[str, Any] | None = None,
+        completion_settings: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        from deepinfer.models import resolve_model
+        from deepinfer.models.registry import registrations
+
+        super().__init__()
+        for name, value in (("max_reruns", max_reruns), ("max_restarts", max_restarts)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")
+        if "engine_type" in settings:
+            raise ConfigError("a pair has an engine of each type; leave engine_type out")
+        both = {"kv_transfer_token": secrets.token_bytes(32), **settings, "kv_transfer": kv_transfer}
+        self.config = EngineConfig.from_args(model, **{**both, **(prompt_settings or {}), "engine_type": "prompt"})
+        other = EngineConfig.from_args(model, **{**both, **(completion_settings or {}), "engine_type": "completion"})
+        self._max_reruns, self._max_restarts = max_reruns, max_restarts
+        self._flights: dict[str, _Flight] = {}
+        self._later: dict[str, list[_Flight]] = {}  # further answers to a prompt, until the first one's prompt is in the index
+        self._restarting: set[asyncio.Task[None]] = set()
+        resolved = resolve_model(self.config.model, revision=self.config.revision, load_format=self.config.load_format)
+        self._prompt = _Side("prompt", wire.Start(self.config, ENGINE, registrations()))
+        self._completion = _Side("completion", wire.Start(other, ENGINE, registrations()))
+        try:
+            self._text = load_text_side(self.config, resolved)
+        except BaseException:
+            self.close()
+            raise
+
+    # What it is
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken; they may wait for a process that is being started again."""
+        return self._dead is None
+
+    @property
+    def prompt_pid(self) -> int:
+        """Id of the process that computes prompts."""
+        return self._prompt.line.child.pid
+
+    @property
+    def completion_pid(self) -> int:
+        """Id of the process that computes what follows."""
+        return self._completion.line.child.pid
+
+    async def core_counts(self) -> dict[str, _core.Counts]:
+        """Blocks and state slots by state, of ``"prompt"`` and ``"completion"``. Raises EngineDeadError if one of them ends meanwhile."""
+        await self.ready()
+        return {side.name: (await side.line.call(wire.Count)).counts for side in self._sides}
+
+    async def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits float32 ``[len(token_ids), vocab_size]`` of every position, in one forward of the prompt engine."""
+        await self.ready()
+        ids = [int(i) for i in token_ids]
+        return (await self._prompt.line.call(lambda number: wire.Logits(number, ids))).values
+
+    @property
+    def _sides(self) -> tuple[_Side, _Side]:
+        return self._prompt, self._completion
+
+    # The processes
+
+    async def _connect(self) -> wire.Ready:
+        ready = await asyncio.gather(*(side.line.connect() for side in self._sides))
+        for side in self._sides:
+            self._listen(side)
+        return wire.Ready(
+            max_model_len=min(r.max_model_len for r in ready),
+            vocab_size=min(r.vocab_size for r in ready),
+            max_num_seqs=min(r.max_num_seqs for r in ready),
+        )
+
+    def _listen(self, side: _Side) -> None:
+        line = side.line
+        side.up = True
+        line.listen(lambda message: self._hear(side, message), lambda error: self._lost(side, line, error))
+        waiting, side.waiting = side.waiting, []
+        for key, message in waiting:
+            if key in self._flights:  # else nobody wants it any more
+                line.send(message)
+
+    def _lost(self, side: _Side, line: EngineLine, error: EngineDeadError) -> None:
+        """A process has ended: its requests are made again, and it is started again."""
+        if self._dead is not None or side.line is not line:
+            return
+        side.up = False
+        now = time.monotonic()
+        side.ends.append(now)
+        while side.ends[0] < now - _WINDOW:
+            side.ends.popleft()
+        if len(side.ends) > self._max_restarts:
+            self._die(EngineDeadError(f"{error}, for the {len(side.ends)}. time within a minute; create another pair"))
+            return
+        task = asyncio.get_running_loop().create_task(self._restart(side, line))
+        self._restarting.add(task)
+        task.add_done_callback(self._restarting.discard)
+        unsent = {key for key, _ in side.waiting}
+        for flight in [f for f in self._flights.values() if f.side is side and f.key not in unsent]:
+            if flight.side is self._completion:
+                self._prompt.tell(wire.Abort(flight.key))  # nobody will take it over any more
+            self._again(flight, error)
+
+    async def _restart(self, side: _Side, line: EngineLine) -> None:
+        side.line = EngineLine(side.start, f"{side.name} engine")
+        try:
+            await asyncio.to_thread(line.end)
+            await line.close()
+            await side.line.connect()
+        except DeepInferError as e:
+            self._lost(side, side.line, e if isinstance(e, EngineDeadError) else EngineDeadError(f"the {side.name} engine: {e}"))
+            return
+        if self._dead is None:
+            self._listen(side)
+
+    # Requests
+
+    def _submit(self, request: EngineRequest) -> None:
+        flights = []
+        for index, seed in enumerate(request.seeds):
+            params = request.params.clone(n=1, prompt_logprobs=None if index else request.params.prompt_logprobs)
+            flights.append(_Flight(replace(request, params=params, seeds=(seed,)), index, self._prompt))
+        if len(flights) > 1:
+            self._later[request.request_id] = flights[1:]
+        self._start_flight(flights[0])
+
+    def _start_flight(self, flight: _Flight) -> None:
+        flight.key = f"{flight.request.request_id}/{flight.index}/{flight.run}"
+        flight.side, flight.made = self._prompt, 0
+        self._flights[flight.key] = flight
+        self._prompt.send(flight.key, wire.Add(replace(flight.request, request_id=flight.key)))
+
+    def _again(self, flight: _Flight, error: DeepInferError) -> None:
+        """Makes an answer again from its prompt, or fails its request."""
+        self._flights.pop(flight.key, None)
+        if flight.run >= self._max_reruns:
+            self._give_up(flight.request.request_id, error)
+            return
+        flight.run += 1
+        self._outputs.note_rerun(flight.request.request_id)
+        self._start_flight(flight)
+
+    def _give_up(self, request_id: str, error: DeepInferError) -> None:
+        self._cancel(request_id)
+        self._fail(request_id, error)
+
+    def _cancel(self, request_id: str) -> None:
+        self._later.pop(request_id, None)
+        for flight in [f for f in self._flights.values() if f.request.request_id == request_id]:
+            self._end_flight(flight)
+
+    def _end_flight(self, flight: _Flight) -> None:
+        """Nobody wants what this answer would still bring."""
+        self._flights.pop(flight.key, None)
+        for side in self._sides:  # the prompt engine may still hold what it has handed over
+            side.tell(wire.Abort(flight.key))
+
+    def _stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
+        for flight in [f for f in self._flights.values() if f.request.request_id == request_id and f.index == index]:
+            self._end_flight(flight)
+
+    # News
+
+    def _hear(self, side: _Side, message: Any) -> None:
+        match message:
+            case wire.Deltas(deltas):
+                for delta in deltas:
+                    flight = self._flights.get(delta.request_id)
+                    if flight is not None and flight.side is side:
+                        self._move(flight, delta)
+            case wire.Rejected(key, error):
+                flight = self._flights.get(key)
+                if flight is not None and error.kind == HandoverError.__name__:
+                    self._again(flight, error.exception())
+                elif flight is not None:
+                    self._give_up(flight.request.request_id, error.exception())
+
+    def _move(self, flight: _Flight, delta: SequenceDelta) -> None:
+        request_id = flight.request.request_id
+        if delta.error_kind == HandoverError.__name__:
+            self._again(flight, HandoverError(delta.error))
+            return
+        for later in self._later.pop(request_id, ()):
+            self._start_flight(later)
+        if delta.finish_reason is not None:
+            self._flights.pop(flight.key, None)
+        new = len(delta.new_token_ids)
+        known = min(max(flight.given - flight.made, 0), new)  # of an earlier run
+        flight.made += new
+        flight.given = max(flight.given, flight.made)
+        told = replace(
+            delta,
+            request_id=request_id,
+            index=flight.index,
+            new_token_ids=delta.new_token_ids[known:],
+            logprobs=None if delta.logprobs is None else delta.logprobs[known:],
+            prompt_logprobs=None if flight.told_prompt else delta.prompt_logprobs,
+            handover=None,
+        )
+        flight.told_prompt = flight.told_prompt or delta.prompt_logprobs is not None
+        if told.new_token_ids or told.finish_reason is not None:
+            self._take([told])  # a stop string in it ends the flight
+        if delta.handover is not None and flight.key in self._flights:
+            flight.side = self._completion
+            self._completion.send(flight.key, wire.TakeOver(flight.key, delta.handover))
+
+    # The end
+
+    def _die(self, error: DeepInferError) -> None:
+        if self._dead is not None:
+            return
+        super()._die(error)
+        self._flights.clear()
+        self._later.clear()
+        for side in self._sides:
+            side.line.fail_calls(error)
+
+    async def _drain(self) -> None:
+        await asyncio.gather(*(side.line.drain() for side in self._sides))
+
+    def _end_processes(self) -> None:
+        for side in self._sides:
+            side.line.child.hang_up()  # both at once: they end at the same time
+        for side in self._sides:
+            side.line.end()
+
+    async def _close_lines(self) -> None:
+        for task in list(self._restarting):
+            task.cancel()
+        await asyncio.gather(*self._restarting, return_exceptions=True)
+        for side in self._sides:
+            await asyncio.to_thread(side.line.end)
+            await side.line.close()

@@ -1,0 +1,322 @@
+"""Two engine processes as one model, over shared memory and over TCP: the answers of one engine, and what is left when either dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+import api_kit
+from deepinfer import LLM, PrefillDecodePair, RequestOutput, SamplingParams
+from deepinfer.engine.async_engine import wire
+from deepinfer.errors import ConfigError, EmptyPromptError, EngineDeadError, InvalidRequestError, KvLayoutError
+
+T = TypeVar("T")
+Run = Callable[[Coroutine[Any, Any, T]], T]
+LEASE = 3.0
+SETTINGS: dict[str, Any] = {**api_kit.SETTINGS, "max_num_batched_tokens": 64, "handover_lease": LEASE}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG = GREEDY.clone(max_tokens=200)
+PARAMS = (
+    GREEDY,
+    SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=6, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(temperature=0.7, seed=6, max_tokens=20, logprobs=2, prompt_logprobs=1, logit_bias={9: 2.0}),
+    GREEDY.clone(max_tokens=1),
+)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run[Any]]:
+    """Runs a coroutine in one event loop that lives as long as the module."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(180)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def pair(request: pytest.FixtureRequest, run: Run[Any], device: str) -> Iterator[PrefillDecodePair]:
+    """A pair for all tests that leave it running."""
+    made = PrefillDecodePair(api_kit.tiny_model(), kv_transfer=request.param, max_reruns=2, max_restarts=50, device=device, **SETTINGS)
+    run(made.ready())
+    yield made
+    pids = made.prompt_pid, made.completion_pid
+    run(made.aclose())
+    assert all(gone(pid, 0) for pid in pids)
+
+
+def gone(pid: int, seconds: float) -> bool:
+    """Whether a process ends within that time; a zombie has ended."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.02)
+
+
+async def last_of(stream: Any) -> RequestOutput:
+    last: RequestOutput = [output async for output in stream][-1]
+    return last
+
+
+def in_use(counts: Any) -> int:
+    """Blocks and slots that somebody holds. What is parked behind the last step is free for the next one."""
+    return sum(c["held"] for c in [*counts["groups"], counts["slots"]])
+
+
+async def at_rest(pair: PrefillDecodePair, seconds: float = LEASE + 2) -> None:
+    """Waits until no block or slot is held on either side; no longer than a lease."""
+    end = time.monotonic() + seconds
+    while any(in_use(counts) for counts in (await pair.core_counts()).values()):
+        assert time.monotonic() < end, await pair.core_counts()
+        await asyncio.sleep(0.02)
+    assert not pair._flights and not pair._later and not pair._boxes
+
+
+def prompts() -> list[str]:
+    shared = "once upon a time there was a "
+    return [shared + "fox" * i for i in range(4)] + ["long " * 60, "x", shared + "y" * 90, "z" * 17]
+
+
+def essence(output: RequestOutput) -> Any:
+    """What must be equal, bit for bit."""
+    return [(a.text, a.token_ids, a.finish_reason, a.stop_reason, a.logprobs) for a in output.outputs], output.prompt_logprobs
+
+
+def test_answers_are_those_of_one_engine(pair: PrefillDecodePair, run: Run[Any], device: str) -> None:
+    """All at once and twice, so that prompts also begin with blocks that are cached."""
+    texts = prompts()
+    params = [PARAMS[i % len(PARAMS)] for i in range(len(texts))]
+    with LLM(api_kit.tiny_model(), device=device, **{**SETTINGS, "handover_lease": 60}) as llm:
+        free = llm.generate(texts[0], LONG.clone(max_tokens=30))[0].outputs[0]
+        texts += [texts[0], texts[1]]
+        params += [LONG.clone(stop=free.text[5:7]), LONG.clone(stop_token_ids=[free.token_ids[9]], min_tokens=2)]
+        want = [essence(o) for o in llm.generate(texts, params)]
+        first = llm.generate(texts[0], LONG.clone(stop=free.text[:1]))[0]
+        logits = llm.logits([5, 6, 7])
+
+    async def all_at_once() -> None:
+        for mode in ("final", "cumulative"):
+            got = await asyncio.gather(*(last_of(pair.generate(t, p, mode=mode)) for t, p in zip(texts, params, strict=True)))
+            assert [essence(o) for o in got] == want
+            assert all(o.num_reruns == 0 and o.metrics.first_token_time for o in got)
+            await at_rest(pair)
+        assert essence(await last_of(pair.generate(texts[0], LONG.clone(stop=free.text[:1])))) == essence(first)
+        assert (await pair.logits([5, 6, 7])).tobytes() == logits.tobytes()
+        await at_rest(pair)
+
+    run(all_at_once())
+
+
+def test_bad_requests_aborts_and_leaving_disturb_nobody(pair: PrefillDecodePair, run: Run[Any]) -> None:
+    async def disturb() -> None:
+        want = essence(await last_of(pair.generate("others", GREEDY)))
+        other = asyncio.create_task(last_of(pair.generate("others", LONG)))
+        for bad, error in (("", EmptyPromptError), (7, InvalidRequestError)):
+            with pytest.raises(error):
+                await last_of(pair.generate(bad, GREEDY))  # type: ignore[arg-type]
+        outputs = []
+        async for output in pair.generate("aborted", LONG, request_id="a"):
+            outputs.append(output)
+            await pair.abort("a")
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        for tokens in (0, 1, 5):
+            stream = pair.generate("left " * 30, SamplingParams(n=2, seed=1, max_tokens=100))
+            task = asyncio.ensure_future(anext(stream))
+            while tokens and len((await task).outputs[0].token_ids) < tokens:
+                task = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await stream.aclose()  # type: ignore[attr-defined]
+        assert (await other).outputs[0].finish_reason == "length"
+        assert essence(await last_of(pair.generate("others", GREEDY))) == want
+        await at_rest(pair)
+
+    run(disturb())
+
+
+async def up(pair: PrefillDecodePair) -> None:
+    """Waits until both processes take requests."""
+    while not all(side.up for side in pair._sides):
+        await asyncio.sleep(0.02)
+
+
+def test_a_killed_prompt_process_costs_its_requests_a_rerun(pair: PrefillDecodePair, run: Run[Any]) -> None:
+    """What it computes is made again, what was handed over and not fetched is made again, what decodes goes on."""
+
+    async def kill() -> None:
+        want = {t: essence(await last_of(pair.generate(t, p))) for t, p in (("decodes", LONG), ("handed", PARAMS[1]), ("asked", PARAMS[2]))}
+        decodes = asyncio.create_task(last_of(pair.generate("decodes", LONG)))
+        await at_decode(pair)
+        os.kill(pair.completion_pid, signal.SIGSTOP)
+        handed = asyncio.create_task(last_of(pair.generate("handed", PARAMS[1])))
+        await at_decode(pair, 2)
+        os.kill(pair.prompt_pid, signal.SIGSTOP)
+        asked = asyncio.create_task(last_of(pair.generate("asked", PARAMS[2])))
+        await asyncio.sleep(0.05)
+        os.kill(pair.prompt_pid, signal.SIGKILL)
+        os.kill(pair.completion_pid, signal.SIGCONT)
+        outputs = await asyncio.gather(decodes, handed, asked)
+        assert [essence(o) for o in outputs] == list(want.values())
+        assert [o.num_reruns > 0 for o in outputs] == [False, True, True]
+        await up(pair)
+        await at_rest(pair)
+
+    run(kill())
+
+
+async def at_decode(pair: PrefillDecodePair, number: int = 1) -> None:
+    """Waits until so many answers are with the completion process."""
+    while sum(f.side is pair._completion for f in pair._flights.values()) < number:
+        await asyncio.sleep(0.005)
+
+
+def test_a_killed_completion_process_costs_its_requests_a_rerun(pair: PrefillDecodePair, run: Run[Any]) -> None:
+    """A stream goes on where it stood, without a token twice; what waits to be taken over is made again too."""
+
+    async def kill() -> None:
+        params = SamplingParams(temperature=0.9, seed=11, max_tokens=60, ignore_eos=True, frequency_penalty=0.3, logprobs=1)
+        want = await last_of(pair.generate("streams", params))
+        waits = essence(await last_of(pair.generate("waits", PARAMS[3])))
+        stream = pair.generate("streams", params, mode="delta")
+        pieces = [await anext(stream)]
+        while sum(len(p.outputs[0].token_ids) for p in pieces) < 5:
+            pieces.append(await anext(stream))
+        os.kill(pair.completion_pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(last_of(pair.generate("waits", PARAMS[3])))
+        await at_decode(pair, 2)
+        os.kill(pair.completion_pid, signal.SIGKILL)
+        pieces += [piece async for piece in stream]
+        assert "".join(p.outputs[0].text for p in pieces) == want.outputs[0].text
+        assert [i for p in pieces for i in p.outputs[0].token_ids] == want.outputs[0].token_ids
+        assert [at for p in pieces for at in p.outputs[0].logprobs or ()] == want.outputs[0].logprobs
+        assert pieces[-1].num_reruns == 1
+        output = await waiting
+        assert essence(output) == waits and output.num_reruns == 1
+        await at_rest(pair)
+
+    run(kill())
+
+
+def test_a_completion_process_that_hangs_holds_no_block_past_the_lease(pair: PrefillDecodePair, run: Run[Any]) -> None:
+    async def hang() -> None:
+        want = essence(await last_of(pair.generate("hangs " * 20, GREEDY)))
+        os.kill(pair.completion_pid, signal.SIGSTOP)
+        try:
+            waiting = asyncio.create_task(last_of(pair.generate("hangs " * 20, GREEDY)))
+            await at_decode(pair)
+            began = time.monotonic()
+            assert in_use((await pair._prompt.line.call(wire.Count)).counts)
+            while in_use((await pair._prompt.line.call(wire.Count)).counts):
+                assert time.monotonic() - began < LEASE + 1.5
+                await asyncio.sleep(0.05)
+            assert time.monotonic() - began > LEASE - 1.5
+        finally:
+            os.kill(pair.completion_pid, signal.SIGCONT)
+        output = await waiting
+        assert essence(output) == want and output.num_reruns == 1
+        await at_rest(pair)
+
+    run(hang())
+
+
+def test_without_reruns_the_requests_of_a_dead_process_fail_and_the_others_finish(device: str) -> None:
+    async def kill() -> None:
+        async with PrefillDecodePair(api_kit.tiny_model(), max_reruns=0, max_restarts=1, device=device, **SETTINGS) as pair:
+            decodes = asyncio.create_task(last_of(pair.generate("decodes", LONG)))
+            await at_decode(pair)
+            os.kill(pair.prompt_pid, signal.SIGSTOP)
+            fails = [asyncio.create_task(last_of(pair.generate(f"fails {i}", PARAMS[i]))) for i in range(3)]
+            await asyncio.sleep(0.05)
+            os.kill(pair.prompt_pid, signal.SIGKILL)
+            killed = time.monotonic()
+            errors = await asyncio.gather(*fails, return_exceptions=True)
+            assert all(isinstance(e, EngineDeadError) and "prompt" in str(e) and "SIGKILL" in str(e) for e in errors), errors
+            assert time.monotonic() - killed < 2
+            assert (await decodes).outputs[0].finish_reason == "length" and pair.is_running
+            assert (await last_of(pair.generate("later", GREEDY))).finished  # waits for the process that starts
+            await at_rest(pair)
+            fails = [asyncio.create_task(last_of(pair.generate("again", LONG)))]
+            await at_decode(pair)
+            os.kill(pair.completion_pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="completion"):
+                await fails[0]
+            os.kill(pair.prompt_pid, signal.SIGKILL)  # the second time within a minute, and one restart is allowed
+            while pair.is_running:
+                await asyncio.sleep(0.02)
+            with pytest.raises(EngineDeadError, match="within a minute"):
+                await last_of(pair.generate("too late", GREEDY))
+
+    asyncio.run(kill())
+
+
+def test_two_sides_that_cannot_understand_each_other_say_why(device: str) -> None:
+    async def mismatch() -> None:
+        settings = {**SETTINGS, "num_kv_blocks": 32}
+        async with PrefillDecodePair(api_kit.tiny_model(), device=device, completion_settings={"block_size": 32}, **settings) as pair:
+            with pytest.raises(KvLayoutError, match=r"block size is \[16\] there and \[32\] here"):
+                await last_of(pair.generate("x" * 40, GREEDY))
+            assert (await last_of(pair.generate("x", GREEDY.clone(max_tokens=1)))).finished
+            await at_rest(pair)
+
+    asyncio.run(mismatch())
+
+
+@pytest.mark.parametrize("settings", [{"max_reruns": -1}, {"max_restarts": 1.5}, {"engine_type": "normal"}, {"kv_transfer": "pigeon"}])
+def test_wrong_settings_are_refused_before_anything_starts(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PrefillDecodePair(api_kit.tiny_model(), **settings)
+
+
+@pytest.mark.parametrize("when", ["loading", "decoding"])
+def test_no_process_outlives_a_killed_front(device: str, when: str) -> None:
+    script = textwrap.dedent(
+        f"""
+        import asyncio
+        from deepinfer import PrefillDecodePair, SamplingParams
+
+        async def main():
+            pair = PrefillDecodePair({api_kit.tiny_model()!r}, device={device!r}, **{SETTINGS!r})
+            if {when!r} != "loading":
+                await anext(pair.generate("x", SamplingParams(max_tokens=400, ignore_eos=True, temperature=0)))
+            print(pair.prompt_pid, pair.completion_pid, flush=True)
+            await asyncio.sleep(60)
+
+        asyncio.run(main())
+        """
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    front = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert front.stdout is not None
+        pids = [int(pid) for pid in front.stdout.readline().split()]
+        assert len(pids) == 2 and not any(gone(pid, 0.1) for pid in pids)
+        front.kill()
+        front.wait()
+        assert all(gone(pid, 5) for pid in pids)
+    finally:
+        front.kill()
+        with contextlib.suppress(Exception):
+            front.communicate(timeout=5)
