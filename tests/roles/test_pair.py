@@ -93,6 +93,21 @@ async def at_rest(pair: PrefillDecodePair, seconds: float = LEASE + 2) -> None:
     assert not pair._flights and not pair._later and not pair._boxes
 
 
+async def decoding(pair: PrefillDecodePair, prompt: str, params: SamplingParams) -> asyncio.Task[RequestOutput]:
+    """A request whose answer has begun to grow in the completion process; gives its last output."""
+    grows = asyncio.Event()
+
+    async def read() -> RequestOutput:
+        async for output in pair.generate(prompt, params):
+            if len(output.outputs[0].token_ids) > 1:
+                grows.set()
+        return output
+
+    task = asyncio.create_task(read())
+    await grows.wait()
+    return task
+
+
 def prompts() -> list[str]:
     shared = "once upon a time there was a "
     return [shared + "fox" * i for i in range(4)] + ["long " * 60, "x", shared + "y" * 90, "z" * 17]
@@ -168,8 +183,7 @@ def test_a_killed_prompt_process_costs_its_requests_a_rerun(pair: PrefillDecodeP
 
     async def kill() -> None:
         want = {t: essence(await last_of(pair.generate(t, p))) for t, p in (("decodes", LONG), ("handed", PARAMS[1]), ("asked", PARAMS[2]))}
-        decodes = asyncio.create_task(last_of(pair.generate("decodes", LONG)))
-        await at_decode(pair)
+        decodes = await decoding(pair, "decodes", LONG)
         os.kill(pair.completion_pid, signal.SIGSTOP)
         handed = asyncio.create_task(last_of(pair.generate("handed", PARAMS[1])))
         await at_decode(pair, 2)
@@ -245,8 +259,7 @@ def test_a_completion_process_that_hangs_holds_no_block_past_the_lease(pair: Pre
 def test_without_reruns_the_requests_of_a_dead_process_fail_and_the_others_finish(device: str) -> None:
     async def kill() -> None:
         async with PrefillDecodePair(api_kit.tiny_model(), max_reruns=0, max_restarts=1, device=device, **SETTINGS) as pair:
-            decodes = asyncio.create_task(last_of(pair.generate("decodes", LONG)))
-            await at_decode(pair)
+            decodes = await decoding(pair, "decodes", LONG)
             os.kill(pair.prompt_pid, signal.SIGSTOP)
             fails = [asyncio.create_task(last_of(pair.generate(f"fails {i}", PARAMS[i]))) for i in range(3)]
             await asyncio.sleep(0.05)

@@ -45,13 +45,6 @@ class _Side:
         self.waiting: list[tuple[str, Any]] = []  # (key, message) for the next life
         self.ends: deque[float] = deque()
 
-    def send(self, key: str, message: Any) -> None:
-        """To this life, or the next one."""
-        if self.up:
-            self.line.send(message)
-        else:
-            self.waiting.append((key, message))
-
     def tell(self, message: Any) -> None:
         """To this life only."""
         if self.up:
@@ -173,10 +166,11 @@ class PrefillDecodePair(AsyncFront):
         line = side.line
         side.up = True
         line.listen(lambda message: self._hear(side, message), lambda error: self._lost(side, line, error))
-        waiting, side.waiting = side.waiting, []
-        for key, message in waiting:
-            if key in self._flights:  # else nobody wants it any more
-                line.send(message)
+        for each in self._sides if self._prompt.up and self._completion.up else ():
+            waiting, each.waiting = each.waiting, []
+            for key, message in waiting:
+                if key in self._flights:  # else nobody wants it any more
+                    each.line.send(message)
 
     def _lost(self, side: _Side, line: EngineLine, error: EngineDeadError) -> None:
         """A process has ended: its requests are made again, and it is started again."""
@@ -226,7 +220,14 @@ class PrefillDecodePair(AsyncFront):
         flight.key = f"{flight.request.request_id}/{flight.index}/{flight.run}"
         flight.side, flight.made = self._prompt, 0
         self._flights[flight.key] = flight
-        self._prompt.send(flight.key, wire.Add(replace(flight.request, request_id=flight.key)))
+        self._send(self._prompt, flight.key, wire.Add(replace(flight.request, request_id=flight.key)))
+
+    def _send(self, side: _Side, key: str, message: Any) -> None:
+        """At once, or when both processes are up: a prompt that nobody can take over would only hold blocks until its lease ends."""
+        if self._prompt.up and self._completion.up:
+            side.line.send(message)
+        else:
+            side.waiting.append((key, message))
 
     def _again(self, flight: _Flight, error: DeepInferError) -> None:
         """Makes an answer again from its prompt, or fails its request."""
@@ -300,7 +301,7 @@ class PrefillDecodePair(AsyncFront):
             self._take([told])  # a stop string in it ends the flight
         if delta.handover is not None and flight.key in self._flights:
             flight.side = self._completion
-            self._completion.send(flight.key, wire.TakeOver(flight.key, delta.handover))
+            self._send(self._completion, flight.key, wire.TakeOver(flight.key, delta.handover))
 
     # The end
 
