@@ -236,3 +236,6 @@ impl<P> Offers<P> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

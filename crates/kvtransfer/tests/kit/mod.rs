@@ -1,6 +1,8 @@
 //! Both back ends behind one constructor, and small helpers.
 #![allow(dead_code, clippy::unwrap_used, clippy::panic)]
 
+pub mod raw;
+
 use std::time::{Duration, Instant};
 
 use deepinfer_kvtransfer::{
