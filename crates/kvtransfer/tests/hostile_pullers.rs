@@ -27,7 +27,8 @@ both! {
     }
 
     fn a_request_cut_anywhere_is_dropped(kind) {
-        let owner = end(kind, &with_limits(|limits| limits.connections = 4));
+        // Room for all of them: none is pushed out.
+        let owner = end(kind, &with_limits(|limits| limits.connections = 2 * Request::SIZE));
         let ticket = owner.offer(b"", &[b"abc"], LONG).unwrap();
         let auth = Auth::new(&config());
         for len in 0..=Request::SIZE {
