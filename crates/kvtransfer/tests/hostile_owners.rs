@@ -165,7 +165,7 @@ both! {
     }
 
     fn one_byte_at_a_time_ends_at_the_limit(kind) {
-        let ticket = lured(kind, &[7; 100_000], |raw, reply| {
+        let ticket = lured(kind, &vec![7; 100_000], |raw, reply| {
             raw.write_all(&reply.encode()).unwrap();
             // Never silent for long; shared memory is slow with the description.
             let drips = if matches!(raw, Raw::Unix(_)) { b"met" } else { &[7; 1000][..] };
@@ -221,6 +221,9 @@ both! {
     }
 }
 
+/// Ends of pipes that must stay open.
+static KEPT: std::sync::Mutex<Vec<OwnedFd>> = std::sync::Mutex::new(Vec::new());
+
 #[test]
 fn what_is_not_sealed_memory_of_the_right_length_is_not_read() {
     let payload = bytes(5000, 1);
@@ -236,7 +239,6 @@ fn what_is_not_sealed_memory_of_the_right_length_is_not_read() {
     assert!(matches!(reject(Vec::new), Error::Corrupt(_)));
     assert!(matches!(reject(|| vec![memory(&bytes(5000, 1), false)]), Error::Corrupt(_)));
     // A pipe that nobody writes to must not be waited for.
-    static KEPT: std::sync::Mutex<Vec<OwnedFd>> = std::sync::Mutex::new(Vec::new());
     let pipe = || {
         let (read, write) = std::io::pipe().unwrap();
         KEPT.lock().unwrap().push(write.into());

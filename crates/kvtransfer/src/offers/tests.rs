@@ -205,7 +205,9 @@ proptest! {
                 Op::Poll => {
                     let mut told = Vec::new();
                     offers.drain_events(&mut told);
-                    told.iter().for_each(|event| models.get_mut(&event.id).unwrap().told.push(event.kind));
+                    for event in &told {
+            models.get_mut(&event.id).unwrap().told.push(event.kind);
+        }
                 }
             }
             drop(offers.take_dead());
@@ -217,7 +219,9 @@ proptest! {
         grants.drain(..).for_each(|grant| offers.end_pull(grant, false));
         let mut told = Vec::new();
         offers.drain_events(&mut told);
-        told.iter().for_each(|event| models.get_mut(&event.id).unwrap().told.push(event.kind));
+        for event in &told {
+            models.get_mut(&event.id).unwrap().told.push(event.kind);
+        }
         for model in models.values() {
             prop_assert_eq!(model.told.iter().filter(|kind| **kind != EventKind::Pulled).count(), 1);
             prop_assert!(model.told.iter().filter(|kind| **kind == EventKind::Pulled).count() <= 1);
