@@ -29,7 +29,8 @@ impl Scheduler {
             if self.limits.max_draft > 0 && self.take_surplus() {
                 continue;
             }
-            if patient && *promised < self.kv.blocks.coming_back(self.kv.now) + self.swaps.resting_blocks() {
+            let coming = self.kv.blocks.coming_back(self.kv.now) + self.swaps.resting_blocks();
+            if patient && (*promised < coming || *promised < coming + self.ending_blocks()) {
                 *promised += 1;
                 return Taken::Wait;
             }
@@ -46,6 +47,10 @@ impl Scheduler {
                     *promised += 1;
                     return Taken::Wait;
                 }
+                // It would lose what is in flight, come back without it, and want the block again: for ever, if it is alone.
+                Some(victim) if victim == lane && self.lanes.planned[lane] > self.lanes.confirmed[lane] => {
+                    return Taken::Wait;
+                }
                 Some(victim) if victim != lane => self.preempt(victim),
                 Some(_) if self.kv.blocks.coming_back(self.kv.now) > 0 && self.alone() => return Taken::Wait,
                 _ => {
@@ -54,6 +59,22 @@ impl Scheduler {
                 }
             }
         }
+    }
+
+    /// Blocks of their own of lanes that the step in flight may end by length: what they give up comes back without a victim.
+    fn ending_blocks(&self) -> u32 {
+        if self.in_flight() == 0 {
+            return 0;
+        }
+        let lanes = &self.lanes;
+        (0..lanes.len())
+            .filter(|&lane| lanes.flags[lane] & flag::DEAD == 0 && lanes.planned[lane] > lanes.confirmed[lane])
+            .filter(|&lane| lanes.planned[lane] + 1 >= lanes.limit[lane])
+            .map(|lane| {
+                let published = self.seqs.get(lanes.seq[lane]).map_or(u32::MAX, |c| c.published);
+                lanes.blocks[lane].saturating_sub(published)
+            })
+            .sum()
     }
 
     /// True if one lane is left.

@@ -5,14 +5,16 @@
 
 #![allow(dead_code, clippy::unwrap_used, clippy::panic, clippy::missing_panics_doc)]
 
+mod device;
 mod host;
 mod mover;
 
 use deepinfer_scheduler::{
     Config, EngineType, FieldView, Finish, GroupSpec, Inbox, Limits, Outputs, Plan, Policy, Prepared, Reject, RingView,
-    Root, Scheduler, Seq, SlotMap, Source, Status, StepId, header, out, seq_flag,
+    Root, Scheduler, Seq, Source, Status, StepId, out,
 };
-use std::collections::{BTreeMap, HashMap};
+use device::{Device, Flight, Stream};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 /// Vocabulary of the toy model; token 0 is the end.
 pub const VOCAB: u32 = 50;
@@ -143,20 +145,6 @@ impl Memory {
     }
 }
 
-/// Device memory of the toy model.
-pub struct Device {
-    /// By slot map, then slot.
-    kv: Vec<Vec<u64>>,
-    maps: Vec<SlotMap>,
-    /// Block table, by state slot then column.
-    table: Vec<Vec<i32>>,
-    columns: Vec<u32>,
-    /// Value of the state of each slot: hash of what it has seen.
-    pub states: Vec<u64>,
-    /// Positions that the state has seen.
-    pub seen: Vec<u32>,
-}
-
 /// A scheduler, its ring, its device, and what is known of every request.
 pub struct Rig {
     pub scheduler: Scheduler,
@@ -177,6 +165,17 @@ pub struct Rig {
     pub steps: u64,
     pub last_rows: BTreeMap<Seq, u64>,
     pub host: host::Host,
+    /// Steps planned and not completed, oldest first, when `step` drives.
+    pub queue: VecDeque<Plan>,
+    max_in_flight: usize,
+    /// What each planned step was launched with, until the device has run it.
+    flights: HashMap<u64, Flight>,
+    /// Newest step of which the host has read the results.
+    pub completed: u64,
+    /// What each sequence goes through if nothing ends it.
+    streams: HashMap<Seq, Stream>,
+    /// Sequences that go on from the results of a step that failed.
+    poisoned: HashSet<Seq>,
 }
 
 /// What the test knows of a sequence.
@@ -195,24 +194,7 @@ impl Rig {
         let mut memory = Memory::new(&scheduler, config.ring_slots as usize);
         // SAFETY: the rig owns the memory, never resizes it, and touches it only between calls.
         unsafe { scheduler.register_ring(&memory.views()).unwrap() };
-        let maps = scheduler.slot_maps().to_vec();
-        let paged: Vec<u32> = config
-            .groups
-            .iter()
-            .filter_map(|g| match g {
-                GroupSpec::Paged { num_pages, .. } => Some(*num_pages),
-                GroupSpec::State { .. } => None,
-            })
-            .collect();
-        let rows = scheduler.state_slots() as usize;
-        let device = Device {
-            kv: maps.iter().map(|m| vec![0; (paged[m.group] * m.entries) as usize]).collect(),
-            columns: scheduler.sections().iter().map(|s| s.column).collect(),
-            table: vec![vec![0; scheduler.table_columns() as usize]; rows],
-            states: vec![0; rows],
-            seen: vec![0; rows],
-            maps,
-        };
+        let device = Device::new(&scheduler, config);
         let host = host::Host::new(&scheduler, config);
         let has_state = config.groups.iter().any(|g| matches!(g, GroupSpec::State { .. }));
         Self {
@@ -231,6 +213,12 @@ impl Rig {
             steps: 0,
             last_rows: BTreeMap::new(),
             host,
+            queue: VecDeque::new(),
+            max_in_flight: config.max_in_flight as usize,
+            flights: HashMap::new(),
+            completed: 0,
+            streams: HashMap::new(),
+            poisoned: HashSet::new(),
         }
     }
 
@@ -273,20 +261,69 @@ impl Rig {
         self.scheduler.info(seq).map(|i| i.status)
     }
 
-    /// Schedules, executes on the toy device and completes one step. False if nothing could run.
+    /// One turn of the engine's loop: plans a step and, when as many are in flight as may be or there is nothing to plan,
+    /// has the device run the oldest and completes it. False if nothing could run.
     pub fn step(&mut self) -> bool {
-        let Some(plan) = self.schedule() else {
-            self.flush();
-            return false;
-        };
-        self.execute(&plan);
+        let plan = self.schedule();
+        self.queue.extend(plan);
+        // A device is done at once or only when it is waited for; the host must not see the difference.
+        if plan.is_some() && mix(self.clock, 5).is_multiple_of(2) {
+            self.execute_queued();
+        }
+        if plan.is_some() && self.queue.len() < self.max_in_flight {
+            return true;
+        }
+        if self.finish_oldest() {
+            return true;
+        }
+        self.flush();
+        false
+    }
+
+    /// Has the device run the oldest step in flight, and completes it. False if there is none.
+    pub fn finish_oldest(&mut self) -> bool {
+        let Some(plan) = self.queue.pop_front() else { return false };
+        if self.flights.contains_key(&plan.step.0) {
+            self.execute(&plan);
+        }
         self.complete(plan.step);
         true
+    }
+
+    /// Steps that may be in flight.
+    pub fn scheduler_depth(&self) -> usize {
+        self.max_in_flight
+    }
+
+    /// Completes every step in flight.
+    pub fn drain(&mut self) {
+        while self.finish_oldest() {}
+    }
+
+    fn execute_queued(&mut self) {
+        for plan in self.queue.clone() {
+            if self.flights.contains_key(&plan.step.0) {
+                self.execute(&plan);
+            }
+        }
     }
 
     pub fn schedule(&mut self) -> Option<Plan> {
         self.clock += 1;
         let plan = self.scheduler.schedule(self.clock).unwrap();
+        if let Some(plan) = plan {
+            let flight = self.launch(&plan);
+            self.flights.insert(plan.step.0, flight);
+        }
+        self.verify();
+        plan
+    }
+
+    /// Plans a dummy step; it goes through the queue like any other.
+    pub fn dummy(&mut self) -> Plan {
+        let plan = self.scheduler.plan_dummy(self.clock).unwrap();
+        self.flights.insert(plan.step.0, Flight::default());
+        self.queue.push_back(plan);
         self.verify();
         plan
     }
@@ -296,6 +333,7 @@ impl Rig {
         let read = read(&outputs);
         self.absorb(&read);
         self.steps += 1;
+        self.completed = step.0;
         self.verify();
     }
 
@@ -303,7 +341,21 @@ impl Rig {
         let outputs = self.scheduler.fail_step(step, self.clock).unwrap();
         let read = read(&outputs);
         self.absorb(&read);
+        self.completed = step.0;
         self.verify();
+    }
+
+    /// The oldest step in flight fails, after the device wrote nonsense for all of its rows if nothing ran behind it. False if there is none.
+    pub fn fail_oldest(&mut self) -> bool {
+        let Some(plan) = self.queue.pop_front() else { return false };
+        if self.flights.contains_key(&plan.step.0) {
+            self.execute(&plan);
+        }
+        let spoilt = self.spoil(&plan);
+        self.fail(plan.step);
+        let ended = spoilt.into_iter().filter(|seq| self.finished.contains_key(seq));
+        self.poisoned.extend(ended.collect::<Vec<_>>());
+        true
     }
 
     pub fn flush(&mut self) {
@@ -374,203 +426,6 @@ impl Rig {
             assert_eq!((group.held, group.sequence_refs, group.transfer_refs), (0, 0, 0), "{group:?}");
         }
         assert_eq!((counts.slots.held, counts.host_blocks.held, counts.host_slots.held), (0, 0, 0));
-    }
-
-    /// KV of a slot map.
-    pub fn device_mut(&mut self, map: usize) -> &mut Vec<u64> {
-        &mut self.device.kv[map]
-    }
-
-    fn page(&self, group: usize, map: &SlotMap, row: usize, position: u32) -> i32 {
-        self.device.table[row][(self.device.columns[group] + (position >> map.page_shift)) as usize]
-    }
-
-    fn kv_slot(&self, map: &SlotMap, row: usize, position: u32) -> usize {
-        let within = position & ((1 << map.page_shift) - 1);
-        let page = self.page(map.group, map, row, position);
-        assert!(page > 0, "position {position} of row {row} has no page");
-        (page as u32 * map.entries + (within >> map.ratio_shift)) as usize
-    }
-
-    /// Executes a planned step on the toy device and checks everything that its rows attend to.
-    // One walk over the step, in the order a worker takes it.
-    #[allow(clippy::too_many_lines)]
-    pub fn execute(&mut self, plan: &Plan) {
-        let slot = plan.slot;
-        let head = self.memory.get(slot, "header").to_vec();
-        let (rows, seqs) = (head[header::ROWS] as usize, head[header::SEQS] as usize);
-        assert_eq!((rows as u32, seqs as u32), (plan.rows, plan.seqs));
-        self.commands(slot, &head);
-        let field = |name: &str| self.memory.get(slot, name).to_vec();
-        let (ids, pos, cu_q, seq_len) = (field("ids"), field("pos"), field("cu_q"), field("seq_len"));
-        let (state_row, flags) = (field("state_row"), field("seq_flags"));
-        let (sample_off, sample_row, rng_pos) = (field("sample_off"), field("sample_row"), field("rng_pos"));
-        let slots: Vec<Vec<i32>> = (0..self.device.maps.len()).map(|m| field(&format!("slots{m}"))).collect();
-        assert_eq!((cu_q[0], cu_q[seqs] as usize), (0, rows));
-        let mut written: Vec<HashMap<i32, usize>> = vec![HashMap::new(); slots.len()];
-        let mut by_row = HashMap::new();
-        let mut accepted = vec![0; seqs];
-        let mut produced = vec![0; sample_off[seqs] as usize];
-        let mut decoding = 0;
-        for i in 0..seqs {
-            let row = state_row[i] as usize;
-            assert!(row > 0, "a live row owns a slot");
-            let seq = self.owner(row);
-            assert!(by_row.insert(row, seq).is_none(), "one entry per sequence");
-            let (start, end) = (cu_q[i] as usize, cu_q[i + 1] as usize);
-            assert!(end > start);
-            let request = self.requests[&seq].clone();
-            let info = self.scheduler.info(seq).unwrap();
-            let history = self.scheduler.history(seq).unwrap().to_vec();
-            let first = pos[start] as u32;
-            assert_eq!(first, info.computed_tokens, "{seq:?} goes on where its KV ends");
-            assert_eq!(seq_len[i] as u32, first + (end - start) as u32);
-            let is_prefill = flags[i] & seq_flag::PREFILL != 0;
-            assert_eq!(is_prefill, i >= plan.decoding as usize, "decoding sequences come first");
-            decoding += usize::from(!is_prefill);
-            if is_prefill {
-                let in_prompt = (seq_len[i] as u32).min(request.prompt.len() as u32).saturating_sub(first);
-                *self.prompt_rows.entry(seq).or_default() += in_prompt;
-                self.prefill_rows += (end - start) as u64;
-            }
-            // Everything before the rows of this step must be in place.
-            let mut tokens = history[..first as usize].to_vec();
-            let before = values(&tokens);
-            for map in self.device.maps.clone() {
-                let index = self.device.maps.iter().position(|m| *m == map).unwrap();
-                let ratio = 1u32 << map.ratio_shift;
-                for p in (0..first).filter(|p| (p + 1).is_multiple_of(ratio)) {
-                    let at = self.kv_slot(&map, row, p);
-                    assert_eq!(self.device.kv[index][at], before[p as usize], "{seq:?} position {p} map {index}");
-                }
-            }
-            if self.has_state {
-                assert_eq!(self.device.seen[row], first, "{seq:?}: its state has seen what its KV has");
-                assert_eq!(self.device.states[row], before.last().copied().unwrap_or(0), "{seq:?} state");
-            }
-            for r in start..end {
-                assert_eq!(pos[r] as u32, first + (r - start) as u32);
-                let position = pos[r] as u32;
-                if is_prefill || r == start {
-                    assert_eq!(ids[r] as u32, history[position as usize], "{seq:?} reads its own tokens");
-                }
-                tokens.push(ids[r] as u32);
-                let h = mix(
-                    if position == 0 { 7 } else { values(&tokens[..position as usize])[position as usize - 1] },
-                    u64::from(ids[r] as u32),
-                );
-                for (m, map) in self.device.maps.clone().iter().enumerate() {
-                    let ratio = 1u32 << map.ratio_shift;
-                    if !(position + 1).is_multiple_of(ratio) {
-                        assert_eq!(slots[m][r], -1);
-                        continue;
-                    }
-                    let at = self.kv_slot(map, row, position);
-                    assert_eq!(slots[m][r], at as i32, "slot array and table agree");
-                    assert!(written[m].insert(slots[m][r], r).is_none(), "two rows write slot {at}");
-                    self.device.kv[m][at] = h;
-                }
-            }
-            let now = values(&tokens);
-            let samples = (sample_off[i + 1] - sample_off[i]) as usize;
-            assert_eq!(samples > 0, flags[i] & seq_flag::SAMPLES != 0);
-            let mut kept = end - start;
-            if samples > 0 {
-                self.last_rows.insert(seq, self.steps);
-                let mut count = 0;
-                for s in 0..samples {
-                    let at = sample_off[i] as usize + s;
-                    let source = sample_row[at] as usize;
-                    assert_eq!(rng_pos[at], pos[source] + 1);
-                    assert_eq!(source, end - samples + s);
-                    let token = draw(now[pos[source] as usize], request.seed, rng_pos[at] as u32);
-                    produced[at] = token as i32;
-                    count += 1;
-                    // A draft row counts only if the draft before it was what the model draws.
-                    if s + 1 < samples && ids[source + 1] as u32 != token {
-                        break;
-                    }
-                }
-                accepted[i] = count;
-                if !is_prefill {
-                    kept = count as usize;
-                }
-            }
-            if self.has_state {
-                let seen = first + kept as u32;
-                self.device.seen[row] = seen;
-                self.device.states[row] = now[seen as usize - 1];
-                if let Some(slices) = &mut self.slices {
-                    for &h in &now[first as usize..seen as usize] {
-                        slices.insert(h, h);
-                    }
-                }
-            }
-        }
-        assert_eq!(decoding as u32, plan.decoding);
-        self.memory.get_mut(slot, "accepted")[..seqs].copy_from_slice(&accepted);
-        let samples = produced.len();
-        self.memory.get_mut(slot, "tokens")[..samples].copy_from_slice(&produced);
-    }
-
-    fn owner(&self, row: usize) -> Seq {
-        let found = self
-            .requests
-            .keys()
-            .find(|&&s| self.scheduler.info(s).is_some_and(|i| i.status == Status::Running && i.slot as usize == row));
-        *found.unwrap_or_else(|| panic!("row {row} belongs to nobody"))
-    }
-
-    /// Applies deltas, clones, zeroes and admissions, in the order the contract states.
-    fn commands(&mut self, slot: usize, head: &[i32]) {
-        let field = |name: &str, n: i32, each: usize| -> Vec<Vec<i32>> {
-            self.memory.get(slot, name)[..n as usize * each].chunks(each).map(<[i32]>::to_vec).collect()
-        };
-        let deltas = field("table_delta", head[header::DELTAS], 3);
-        let clones = field("clone_blocks", head[header::CLONE_BLOCKS], 3);
-        let state_clones = field("clone_states", head[header::CLONE_STATES], 2);
-        let zeroes = field("zero_states", head[header::ZERO_STATES], 1);
-        let admitted = field("admitted", head[header::ADMITTED], 4);
-        self.swap_out(slot, head);
-        let mut seen = HashMap::new();
-        for d in &deltas {
-            assert!(seen.insert((d[0], d[1]), d[2]).is_none(), "no table entry twice");
-            assert!(d[2] > 0 && d[0] > 0);
-            self.device.table[d[0] as usize][d[1] as usize] = d[2];
-        }
-        for z in zeroes {
-            self.device.states[z[0] as usize] = 0;
-            self.device.seen[z[0] as usize] = 0;
-        }
-        for c in state_clones {
-            self.device.states[c[1] as usize] = self.device.states[c[0] as usize];
-            self.device.seen[c[1] as usize] = self.device.seen[c[0] as usize];
-        }
-        for c in clones {
-            for (m, map) in self.device.maps.clone().iter().enumerate().filter(|(_, m)| m.group == c[0] as usize) {
-                let e = map.entries as usize;
-                let (from, to) = (c[1] as usize * e, c[2] as usize * e);
-                assert!(from > 0 && to > 0 && from != to);
-                self.device.kv[m].copy_within(from..from + e, to);
-            }
-        }
-        self.swap_in(slot, head);
-        for a in admitted {
-            let row = a[0] as usize;
-            let computed = a[3] as u32;
-            if self.has_state && computed > 0 && self.device.seen[row] == 0 {
-                // A hit: the worker restores the state from a slice, or rebuilds it where no slices are kept.
-                let seq = Seq { index: a[1] as u32, generation: a[2] as u32 };
-                let history = self.scheduler.history(seq).unwrap()[..computed as usize].to_vec();
-                let h = *values(&history).last().unwrap();
-                let state = match &self.slices {
-                    Some(slices) => *slices.get(&h).expect("a hit ends where a slice was stored"),
-                    None => h,
-                };
-                self.device.states[row] = state;
-                self.device.seen[row] = computed;
-            }
-        }
     }
 }
 
