@@ -210,6 +210,20 @@ def test_a_failed_pull_ends_the_request_and_returns_the_blocks(pair: Pair, broke
     assert [a.finish for a in pair.generate(requests(prompts))] == ["length", "length"]
 
 
+def test_a_failed_copy_on_either_side_ends_the_request_and_returns_the_blocks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device refuses: no sequence runs on pages that were not written."""
+    prompts = random_prompts((40, 20))
+    for engine in (pair.prompt, pair.completion):
+        kv = engine._runner.kv
+        kept, kv.groups = kv.groups, [[]]
+        got = pair.generate(requests(prompts))
+        assert [(a.finish, bool(a.error)) for a in got] == [("error", True)] * 2
+        kv.groups = kept
+        pair.check_rest()
+        pair.answers.clear()
+    assert [a.finish for a in pair.generate(requests(prompts))] == ["length", "length"]
+
+
 def test_a_failed_offer_ends_the_request_and_returns_the_blocks(pair: Pair) -> None:
     pair.first.break_offer = RuntimeError("no memory")
     got = pair.generate(requests(random_prompts((40, 20))))

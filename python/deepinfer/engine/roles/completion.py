@@ -2,9 +2,9 @@
 
 Owns: from a hand-over record to the sequence being ready to run, or the request being refused. Never touches: the front, the other engine.
 
-Blocks and slot are reserved first, then a thread fetches the payload into host memory, then it is copied to its pages ahead of the next
-step. Nobody but this engine writes to its pages, so a payload that comes too late is dropped on the host. Every way out of here, success
-included, ends in one release at the owner.
+Blocks and slot are reserved first, then a thread fetches the payload into host memory, then it is copied to its pages in the device's
+order, and only when that has gone well may the sequence run. Nobody but this engine writes to its pages, so a payload that comes too late
+is dropped on the host. Every way out of here, success included, ends in one release at the owner.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class _Incoming:
     handle: int
     transfer: _core.Transfer | None = None
     payload: torch.Tensor | None = None
+    storing: bool = False  # it is here and on its way to its pages
     wanted: bool = True
 
 
@@ -102,7 +103,7 @@ class CompletionRole:
         """Moves arrivals on, ahead of the next schedule. Gives handles of sequences that ended here, and why."""
         failed: list[tuple[int, DeepInferError]] = []
         for incoming, result in self._mover.finished():
-            error = self._arrived(incoming, result)
+            error = self._moved(incoming, result)
             if error is not None:
                 failed.append((incoming.handle, error))
         for incoming in [i for i in self._incoming.values() if i.transfer is None]:
@@ -124,26 +125,28 @@ class CompletionRole:
         incoming.transfer, incoming.payload = transfer, payload
         self._mover.submit(incoming, lambda: transport.pull(record.ticket, [payload]))
 
-    def _arrived(self, incoming: _Incoming, result: object) -> DeepInferError | None:
+    def _moved(self, incoming: _Incoming, result: object) -> DeepInferError | None:
+        """A payload was fetched, or stored, or neither; gives the error that ended it."""
         transfer, payload, record = incoming.transfer, incoming.payload, incoming.record
         assert transfer is not None and payload is not None
         if not incoming.wanted:
             self._late.remove(incoming)
             self._core.transfer_ended(transfer["transfer"], False)
             return None
-        del self._incoming[incoming.handle]
         error: DeepInferError | None = None
         if isinstance(result, Exception):
-            error = result if isinstance(result, HandoverError) else HandoverError(f"its KV could not be fetched: {result}")
+            what = "stored" if incoming.storing else "fetched"
+            error = result if isinstance(result, HandoverError) else HandoverError(f"its KV could not be {what}: {result}")
         elif (info := self._core.info(incoming.handle)) is None or info["status"] != "wait_kv":
             error = HandoverError(self._too_late())
-        elif result != record.digest():
+        elif not incoming.storing:
+            if result == record.digest():
+                pages, slot = transfer["pages"], transfer["state_slot"]
+                incoming.storing = True
+                self._mover.submit(incoming, self._copies.write(record.computed, pages, slot, payload, transfer["present"]))
+                return None
             error = HandoverError("the KV that came is that of another request")
-        else:
-            try:
-                self._copies.write(record.computed, transfer["pages"], transfer["state_slot"], payload, transfer["present"])
-            except Exception as e:
-                error = HandoverError(f"its KV could not be stored: {type(e).__name__}: {e}")
+        del self._incoming[incoming.handle]
         if error is not None:
             self._core.abort(incoming.handle)  # first, so that the failed load does not have the prompt computed here
         self._core.transfer_ended(transfer["transfer"], error is None)

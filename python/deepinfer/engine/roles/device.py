@@ -37,7 +37,7 @@ class PageCopies:
     def read(self, tokens: int, pages: Pages, state_slot: int, cut: slice | None) -> Callable[[], torch.Tensor]:
         """Starts a copy to the host; the result waits for it, on any thread, and gives the payload."""
         into = self.buffer(tokens)
-        wait = self._in_order(lambda: read_pages(self._runner.kv, self._layout, tokens, pages, state_slot, into, cut))
+        wait = self._runner.in_order(lambda: read_pages(self._runner.kv, self._layout, tokens, pages, state_slot, into, cut))
 
         def result() -> torch.Tensor:
             wait()
@@ -45,9 +45,6 @@ class PageCopies:
 
         return result
 
-    def write(self, tokens: int, pages: Pages, state_slot: int, payload: torch.Tensor, present: int) -> None:
-        """Starts a copy to the device, ahead of the next step."""
-        self._in_order(lambda: write_pages(self._runner.kv, self._layout, tokens, pages, state_slot, payload, present))
-
-    def _in_order(self, work: Callable[[], None]) -> Callable[[], None]:
-        return self._runner.in_order(work)
+    def write(self, tokens: int, pages: Pages, state_slot: int, payload: torch.Tensor, present: int) -> Callable[[], None]:
+        """Starts a copy to the device, ahead of the next step; the result waits for it, on any thread, and raises what it raised."""
+        return self._runner.in_order(lambda: write_pages(self._runner.kv, self._layout, tokens, pages, state_slot, payload, present))
