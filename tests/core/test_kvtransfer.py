@@ -261,10 +261,17 @@ def test_a_forked_child_that_ends_leaves_the_owner_alone(back_end: Any) -> None:
     code = f"""
 import os, sys
 from deepinfer import _core
+from deepinfer.errors import DeepInferError
 end = _core.KvTransfer({back_end!r})
 ticket = end.offer(b"", [b"abc"], 60.0)
 child = os.fork()
 if child == 0:
+    try:
+        end.offer(b"", [], 1.0)
+    except DeepInferError as error:
+        assert "forked" in str(error)
+    else:
+        os._exit(1)
     end.close()
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0

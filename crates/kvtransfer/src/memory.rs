@@ -22,7 +22,10 @@ pub struct Memory {
 impl Memory {
     /// Gathers the segments, and adds their bytes to the checksum.
     pub fn gather(segments: &[&[u8]], checksum: &mut Checksum) -> Result<Self, Error> {
-        let fd = rustix::fs::memfd_create(c"deepinfer-kv", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        let create = |flags| rustix::fs::memfd_create(c"deepinfer-kv", MemfdFlags::CLOEXEC | flags);
+        // A kernel may insist on memory that cannot be executed; before 6.3 it does not know the word.
+        let fd = create(MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL)
+            .or_else(|_| create(MemfdFlags::ALLOW_SEALING))
             .map_err(Error::system("cannot create shared memory"))?;
         // Readers get a descriptor that was opened for reading only; the mode keeps them from opening another.
         rustix::fs::fchmod(&fd, Mode::RUSR).map_err(Error::system("cannot protect shared memory"))?;

@@ -94,7 +94,11 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
         let stream = match listener.accept() {
             Ok(stream) => stream,
             Err(_) if shared.is_closed() => return,
-            Err(_) => {
+            Err(error) => {
+                // Somebody who says nothing must not keep the process's last descriptors.
+                if [libc::EMFILE, libc::ENFILE].map(Some).contains(&error.raw_os_error()) {
+                    shared.evict();
+                }
                 // A connection that died before it was taken, or no descriptors left: neither may spin.
                 std::thread::sleep(Duration::from_millis(5));
                 continue;

@@ -48,6 +48,14 @@ struct Connections {
     closed: bool,
 }
 
+impl Connections {
+    fn evict(&mut self) -> bool {
+        let asking = self.open.iter().filter(|(_, one)| one.asking).map(|(id, _)| *id);
+        let oldest = asking.min().and_then(|id| self.open.remove(&id));
+        oldest.map(|one| one.stream.cut()).is_some()
+    }
+}
+
 /// One end's common ground.
 pub struct Shared {
     pub auth: Auth,
@@ -55,6 +63,8 @@ pub struct Shared {
     /// This life of this owner.
     pub epoch: u64,
     start: Instant,
+    /// The process whose threads serve; a forked child has none.
+    process: u32,
     state: Mutex<State>,
     deadline: Condvar,
     connections: Mutex<Connections>,
@@ -69,6 +79,7 @@ impl Shared {
             auth: Auth::new(config),
             epoch: u64::from_le_bytes(random()?),
             start: Instant::now(),
+            process: std::process::id(),
             state: Mutex::new(State { offers: Offers::new(limits.offers, limits.bytes), closed: false }),
             deadline: Condvar::new(),
             connections: Mutex::default(),
@@ -107,6 +118,11 @@ impl Shared {
         }
         let length = segments.iter().map(|segment| segment.len() as u64).sum::<u64>();
         let bytes = length + meta.len() as u64;
+        if self.process != std::process::id() {
+            return Err(Error::Invalid(
+                "this end belongs to the process that was forked; make one in this process".to_owned(),
+            ));
+        }
         self.change(|state| if state.closed { Err(Error::Closed) } else { state.offers.reserve(bytes) })?;
         let made = || {
             let mut checksum = Checksum::new(meta);
@@ -184,11 +200,8 @@ impl Shared {
         if connections.closed || connections.threads >= 2 * self.limits.connections {
             return None;
         }
-        if connections.open.len() >= self.limits.connections {
-            let oldest = connections.open.iter().filter(|(_, one)| one.asking).map(|(id, _)| *id).min()?;
-            if let Some(one) = connections.open.remove(&oldest) {
-                one.stream.cut();
-            }
+        if connections.open.len() >= self.limits.connections && !connections.evict() {
+            return None;
         }
         let id = connections.next;
         connections.next += 1;
@@ -196,6 +209,11 @@ impl Shared {
         let stream = Arc::new(stream);
         connections.open.insert(id, Connection { stream: Arc::clone(&stream), asking: true });
         Some((id, stream))
+    }
+
+    /// Cuts the oldest connection that still asks.
+    pub fn evict(&self) {
+        lock(&self.connections).evict();
     }
 
     /// A connection has shown that it knows what it wants. False: it was cut meanwhile.

@@ -94,6 +94,26 @@ fn child() {
                 println!("\nTICKET {}", owner.offer(b"meta", &[&payload], LONG).unwrap());
             }
         }
+        // Has few descriptors; offers until it has none, then lets go of all but the first.
+        "owner without descriptors" => {
+            let few = libc::rlimit { rlim_cur: 40, rlim_max: 40 };
+            // SAFETY: reads one `rlimit`, which is there.
+            assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const few) }, 0);
+            let owner = end(kind, &config());
+            let mut tickets = Vec::new();
+            let error = loop {
+                match owner.offer(b"", &[b"abc"], LONG) {
+                    Ok(ticket) => tickets.push(ticket),
+                    Err(error) => break error,
+                }
+            };
+            assert!(matches!(error, Error::System { .. }), "{error}");
+            for ticket in tickets.drain(1..) {
+                assert!(owner.release(&ticket).unwrap());
+            }
+            println!("\nTICKET {}", tickets[0]);
+            lines.next();
+        }
         // Gets a grant, takes a little, and waits to be killed.
         "puller" => {
             let ticket: Ticket = lines.next().unwrap().parse().unwrap();
@@ -195,6 +215,19 @@ both! {
         assert_eq!(fetch(&*end(kind, &config()), &ticket).unwrap().1, bytes(SIZE, 1));
         eventually("cut", || owner.counts().pulls == 0);
         assert_eq!(owner.counts().offers, 1);
+    }
+
+    fn an_owner_without_descriptors_refuses_offers_and_serves_who_asks(kind) {
+        let mut owner = Peer::start(kind, "owner without descriptors");
+        let ticket = owner.ticket();
+        let puller = end(kind, &config());
+        // More silent connections than it has descriptors, and not as many as it would serve.
+        let silent: Vec<Raw> = (0..50).map(|_| Raw::connect(ticket.address())).collect();
+        let start = Instant::now();
+        assert_eq!(fetch(&*puller, &ticket).unwrap().1, b"abc");
+        assert!(start.elapsed() < Duration::from_secs(4), "not before the silent ones' time was over");
+        drop(silent);
+        assert!(puller.release(&ticket).unwrap());
     }
 
     fn a_puller_that_goes_away_does_not_end_an_owner_by_a_signal(kind) {
