@@ -97,7 +97,7 @@ class CoreConfig:
         any_interval: int = 100,
         max_chunk_tokens: int = 0,
         chunk_budget_ns: int | None = None,
-        chunk_cost: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0),
+        chunk_cost: tuple[float, float, float, float] = ...,
         chunk_align: int = 1,
         bypass: int = 16,
         headroom_tokens: int = 16,
@@ -352,7 +352,26 @@ class Core:
 
         Raises:
             StepOrderError: ``max_in_flight`` steps are in flight, the slot is still used, or no ring is registered.
+            RankGroupError: the rank group did not agree on a step; each of its ranks is told so.
         """
+
+    def set_vote(self, vote: Any) -> None:
+        """Joins a rank group: from now on every step is agreed with the other ranks, and ``schedule`` must be called as often as on
+        each of them, also when there is nothing to run here. ``vote`` has ``start(words)``, ``wait()`` and ``close()`` (see
+        ``deepinfer.distributed.vote``); it belongs to the core from here on, which closes it when it is closed, when another is set,
+        and when this call fails.
+
+        Raises:
+            ConfigError: ``step_policy`` is "mixed".
+            StepOrderError: steps are in flight.
+            RankGroupError: the others cannot be reached.
+        """
+
+    def fail_group(self) -> None:
+        """Tells the other ranks in the next round that this one failed outside of a step: then no rank has a step."""
+
+    def is_group_asleep(self) -> bool:
+        """Whether the group agreed that nobody has anything to run: its ranks go on making rounds, but may take their time."""
 
     def plan_dummy(self, now_ns: int) -> int:
         """Plans a step of one row on the null page, for a rank that must take part in a step without having work."""

@@ -77,6 +77,10 @@ class HiddenSyncError(DeepInferError, RuntimeError):
     """Something waited for the device where waiting is forbidden; the message says what."""
 
 
+class RankGroupError(DeepInferError, RuntimeError):
+    """The ranks of a group did not agree on a step: one failed, is lost or late, or is configured differently; every rank is told."""
+
+
 class TransferError(DeepInferError, RuntimeError):
     """KV of a sequence cannot be loaded or saved now; nothing was taken."""
 

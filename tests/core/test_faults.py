@@ -13,6 +13,9 @@ from deepinfer.errors import DeepInferError, EngineDeadError
 
 CALLS: dict[str, Callable[[_core.Core], object]] = {
     "schedule": lambda core: core.schedule(1),
+    "set_vote": lambda core: core.set_vote(None),
+    "fail_group": lambda core: core.fail_group(),
+    "is_group_asleep": lambda core: core.is_group_asleep(),
     "plan_dummy": lambda core: core.plan_dummy(1),
     "complete": lambda core: core.complete(0, 1),
     "fail_step": lambda core: core.fail_step(0),

@@ -1,7 +1,7 @@
 //! `Core`: the scheduler and its inbox. One lock around the scheduler, none around the inbox.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock, TryLockError};
 
 use deepinfer_scheduler::{
     Extra, Inbox, NgramConfig, Outcome, PrepFlags, Prepared, RingView, Scheduler, Seq, SlotMap, StepError, StepId,
@@ -13,6 +13,7 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::config::CoreConfig;
 use crate::error::{self, PythonError};
+use crate::vote::PyVote;
 use crate::{metrics, output, prepared, ring, transfers};
 
 /// The scheduler with what belongs to its ring. Fields drop in this order: the memory outlives who writes into it.
@@ -77,7 +78,18 @@ impl Core {
 
     /// With the scheduler, the interpreter lock kept. `f` must make no Python object that the collector tracks.
     pub fn with<T>(&self, py: Python<'_>, f: impl FnOnce(&mut Inner) -> T) -> PyResult<T> {
-        self.locked(f).ok_or_else(|| self.dead(py))
+        let called = self.caught(|| {
+            let mut inner = loop {
+                match self.inner.try_lock() {
+                    Ok(inner) => break inner,
+                    Err(TryLockError::Poisoned(_)) => return None,
+                    // Whoever has it may need the interpreter for a round of its rank group.
+                    Err(TryLockError::WouldBlock) => py.detach(|| drop(self.inner.lock())),
+                }
+            };
+            inner.as_mut().map(f)
+        });
+        called.ok_or_else(|| self.dead(py))
     }
 
     /// With the scheduler, the interpreter lock let go of once.
@@ -270,6 +282,18 @@ impl Core {
 
     fn schedule(&self, py: Python<'_>, now_ns: u64) -> PyResult<i32> {
         self.detached(py, |inner| inner.schedule(now_ns))
+    }
+
+    fn set_vote(&self, py: Python<'_>, vote: Py<PyAny>) -> PyResult<()> {
+        self.detached(py, |inner| inner.scheduler.set_vote(Box::new(PyVote::new(vote))))
+    }
+
+    fn fail_group(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |inner| inner.scheduler.fail_group())
+    }
+
+    fn is_group_asleep(&self, py: Python<'_>) -> PyResult<bool> {
+        self.with(py, |inner| inner.scheduler.is_group_asleep())
     }
 
     fn plan_dummy(&self, py: Python<'_>, now_ns: u64) -> PyResult<usize> {

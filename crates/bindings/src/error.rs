@@ -1,7 +1,7 @@
 //! The one table from Rust errors to Python classes. The classes live in `deepinfer.errors`, imported at the first error.
 
 use deepinfer_kvtransfer::Error as KvError;
-use deepinfer_scheduler::{ConfigError, LayoutError, Reject, StepError, TransferError};
+use deepinfer_scheduler::{ConfigError, GroupError, LayoutError, Reject, StepError, TransferError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
@@ -30,11 +30,24 @@ impl PythonError for StepError {
     fn class(&self) -> &'static str {
         match self {
             Self::Pool(_) => "ConfigError",
-            Self::NoRing
+            Self::Group(group) => group.class(),
+            Self::HalfPlanned
+            | Self::NotBegun
+            | Self::NoRing
             | Self::InFlight(_)
             | Self::NotInFlight(_)
             | Self::OutOfOrder { .. }
             | Self::RingBusy { .. } => "StepOrderError",
+        }
+    }
+}
+
+impl PythonError for GroupError {
+    fn class(&self) -> &'static str {
+        match self {
+            Self::Mixed => "ConfigError",
+            Self::Order(_) => "StepOrderError",
+            Self::Failed | Self::Lost(_) | Self::Malformed { .. } | Self::Mismatch { .. } => "RankGroupError",
         }
     }
 }

@@ -20,6 +20,7 @@ mod prepared;
 mod ring;
 mod speculative;
 mod transfers;
+mod vote;
 
 use pyo3::prelude::*;
 

@@ -105,6 +105,14 @@ impl Scheduler {
             && self.kv.states.available(self.kv.now) + self.held_waiting() > 0
     }
 
+    /// Whether a scan of the queue could admit anyone.
+    pub(crate) fn may_admit(&self) -> bool {
+        self.lanes.len() < self.limits.max_num_seqs as usize
+            && self.kv.available() + self.held_waiting() > 0
+            && self.kv.states.available(self.kv.now) + self.held_waiting() > 0
+            && self.waiting.worth_a_scan(self.room(), self.step + 1)
+    }
+
     /// Waiting sequences that own blocks and a slot already.
     fn held_waiting(&self) -> u32 {
         self.transfers.delivered()

@@ -3,8 +3,6 @@
 //! Whether there is a further round, and what kind of step comes, may depend on [`Agreed`] values and on counters that
 //! only they move. Then every rank makes the same rounds, whatever happens to it alone.
 
-#![allow(dead_code, reason = "the scheduler calls it from the next change on")]
-
 use crate::vote::{GroupError, StepVote, VOTE_WORDS, VoteWords};
 
 /// Most rows that a rank may announce; as `max_num_batched_tokens`.

@@ -102,7 +102,6 @@ pub(crate) enum ChunkBudget {
 
 impl ChunkPolicy {
     /// Time that this rank allows a prefill step, as a word of a vote.
-    #[allow(dead_code, reason = "the scheduler calls it from the next change on")]
     pub(crate) fn word(&self) -> i64 {
         match self {
             Self::Tokens(_) => i64::MAX,

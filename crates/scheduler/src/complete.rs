@@ -60,6 +60,7 @@ impl Scheduler {
         }
         self.metrics.failed_steps += 1;
         self.end_leaving(step.0, false);
+        self.fail_group();
         self.end_step(launch, now, true);
         Ok(self.outputs.view(step))
     }
@@ -68,6 +69,9 @@ impl Scheduler {
     fn take_step(&mut self, step: StepId) -> Result<Launch, StepError> {
         if step.0 <= self.completed || step.0 > self.step {
             return Err(StepError::NotInFlight(step));
+        }
+        if self.is_half_planned() {
+            return Err(StepError::HalfPlanned);
         }
         let oldest = StepId(self.completed + 1);
         if step != oldest {

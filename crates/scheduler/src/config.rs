@@ -209,9 +209,6 @@ pub enum ConfigError {
         /// Given value.
         value: String,
     },
-    /// Steps of a rank group hold one kind of rows.
-    #[error("step_policy is mixed, which a rank group cannot have: make it decode_first, or leave it out")]
-    MixedGroup,
     /// The tables alone would not fit the memory of this machine.
     #[error(
         "the scheduler's own tables would take {0} bytes, which cannot be had: lower max_num_seqs, max_model_len, num_pages, \

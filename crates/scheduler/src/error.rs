@@ -1,10 +1,11 @@
 //! What a call of the step loop can answer instead.
 
+use crate::vote::GroupError;
 use deepinfer_kvindex::{Seq, StepId};
 use thiserror::Error;
 
 /// Why a step call was refused; the scheduler is unchanged.
-#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum StepError {
     /// There is no memory to write a step into.
     #[error("no step ring is registered: call register_ring first")]
@@ -31,6 +32,15 @@ pub enum StepError {
         /// The step that uses it.
         step: StepId,
     },
+    /// `begin_schedule` opened a second round.
+    #[error("a step is planned by half: call finish_schedule first")]
+    HalfPlanned,
+    /// There is no step that waits for its second round.
+    #[error("no step is planned by half: call begin_schedule first")]
+    NotBegun,
+    /// The rank group did not agree on a step; every rank is told the same.
+    #[error(transparent)]
+    Group(#[from] GroupError),
     /// The configuration and the pools disagree; the text says where.
     #[error("the pools could not be built: {0}")]
     Pool(&'static str),

@@ -62,6 +62,8 @@ pub mod header {
     pub const DRAFT_ROWS: usize = 21;
     /// Sequences whose first token is not known to the host.
     pub const PLACEHOLDERS: usize = 22;
+    /// Kind of step that a rank group agreed upon: 0 none or no group, 1 prefill, 2 decode.
+    pub const GROUP_TYPE: usize = 23;
 }
 
 /// Bits of `seq_flags`.

@@ -7,6 +7,7 @@ use crate::error::StepError;
 use crate::lanes::{Lanes, NOT_SENT, flag};
 use crate::preempt::Taken;
 use crate::scheduler::Scheduler;
+use crate::vote::GroupError;
 use deepinfer_kvindex::{Owner, Seq, StepId};
 
 /// What a step is made of.
@@ -43,6 +44,14 @@ pub struct Plan {
     pub decoding: u32,
     /// Sampling rows.
     pub samples: u32,
+}
+
+/// Which rows a step may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rows {
+    Both,
+    Prefill,
+    Decode,
 }
 
 /// What a step was launched with: results are matched by this, never by what is current.
@@ -100,33 +109,33 @@ pub(crate) const fn parity(step: u64) -> usize {
 }
 
 impl Scheduler {
-    /// Plans the next step and writes it into its ring slot. `None`: nothing can run now; the slot then holds a dummy row.
-    /// `now` is the caller's clock in nanoseconds.
-    ///
-    /// # Errors
-    /// [`StepError`]; nothing has changed then.
-    pub fn schedule(&mut self, now: u64) -> Result<Option<Plan>, StepError> {
-        if let Some(error) = self.step_error() {
-            return Err(error);
-        }
-        self.begin_step(now);
-        if self.in_flight() > 0 {
-            self.promote_launched();
-        }
-        self.swaps.wake();
-        let mut budget = self.limits.max_num_batched_tokens;
-        budget = self.plan_running(budget);
+    /// Decode rows and prompt rows in one step.
+    pub(crate) fn plan_mixed(&mut self) -> Option<Plan> {
+        self.plan_rows(Rows::Both, u32::MAX);
         if self.lanes.rows.iter().all(|&rows| rows == 0) {
-            self.cancel_swaps();
+            return self.plan_nothing();
         }
-        self.admit(budget);
-        if self.lanes.rows.iter().all(|&rows| rows == 0) {
-            let slot = self.ring.slot_of(self.step + 1).0;
-            self.fill_dummy(slot, StepKind::Idle, 0);
-            self.metrics.idle_plans += 1;
-            return Ok(None);
+        Some(self.fill())
+    }
+
+    /// Rows of one kind or both, at most `most` of them.
+    pub(crate) fn plan_rows(&mut self, kind: Rows, most: u32) {
+        let budget = self.limits.max_num_batched_tokens.min(most);
+        match kind {
+            Rows::Decode => {
+                self.plan_running(budget, kind);
+            }
+            Rows::Prefill => {
+                let decoding = self.lanes.decoding;
+                self.lanes.rows[..decoding].fill(0);
+                let left = self.plan_chunks(budget);
+                self.admit(left);
+            }
+            Rows::Both => {
+                let left = self.plan_running(budget, kind);
+                self.admit(left);
+            }
         }
-        Ok(Some(self.fill()))
     }
 
     /// Plans a full step of one row that belongs to nobody: null page, null slot. It is completed like any other.
@@ -137,8 +146,17 @@ impl Scheduler {
         if let Some(error) = self.step_error() {
             return Err(error);
         }
+        if self.in_group() {
+            return Err(StepError::Group(GroupError::Order(
+                "the group decides which steps are dummies: call schedule",
+            )));
+        }
         self.begin_step(now);
         self.lanes.rows.fill(0);
+        Ok(self.fill_dummy_step())
+    }
+
+    pub(crate) fn fill_dummy_step(&mut self) -> Plan {
         self.step += 1;
         let slot = self.ring.slot_of(self.step).0;
         self.fill_dummy(slot, StepKind::Dummy, self.step);
@@ -151,12 +169,11 @@ impl Scheduler {
         launch.slot = slot;
         launch.version = self.lanes.version;
         self.launched(slot);
-        let (step, kind) = (StepId(self.step), StepKind::Dummy);
-        Ok(Plan { step, slot, kind, rows: 1, seqs: 1, decoding: 1, samples: 0 })
+        Plan { step: StepId(self.step), slot, kind: StepKind::Dummy, rows: 1, seqs: 1, decoding: 1, samples: 0 }
     }
 
     /// Everything that comes before the first scan.
-    fn begin_step(&mut self, now: u64) {
+    pub(crate) fn begin_step(&mut self, now: u64) {
         self.now = now;
         let ordered_after = if self.device_ordered { self.step } else { self.completed };
         self.kv.now = StepId(ordered_after + 1);
@@ -165,6 +182,10 @@ impl Scheduler {
         self.host.retire(self.kv.now);
         self.read_mail();
         self.chunks = self.policy.chunk.begin(i64::MAX);
+        if self.in_flight() > 0 {
+            self.promote_launched();
+        }
+        self.swaps.wake();
     }
 
     pub(crate) fn launched(&mut self, slot: usize) {
@@ -206,7 +227,7 @@ impl Scheduler {
     }
 
     /// Rows of the running lanes. Returns what is left of the budget.
-    fn plan_running(&mut self, budget: u32) -> u32 {
+    fn plan_running(&mut self, budget: u32, kind: Rows) -> u32 {
         let decoding = self.lanes.decoding;
         let mut waits = 0;
         let mut gone = false;
@@ -227,13 +248,20 @@ impl Scheduler {
             gone |= self.force_one(&mut waits);
         }
         let decode_rows = self.lanes.rows[..decoding].iter().sum::<u32>();
-        let mut left = budget - decode_rows;
+        let mut left = budget.saturating_sub(decode_rows);
         if std::mem::take(&mut self.proposed) {
-            left = self.plan_drafts(left);
+            left = self.plan_drafts(left, kind);
         }
-        left = self.plan_chunks(left);
+        if kind == Rows::Both {
+            left = self.plan_chunks(left);
+        } else {
+            self.lanes.rows[decoding..].fill(0);
+        }
         if gone {
             self.lanes.settle(&mut self.seqs);
+        }
+        if self.lanes.rows.iter().all(|&rows| rows == 0) {
+            self.cancel_swaps();
         }
         left
     }
@@ -286,9 +314,9 @@ impl Scheduler {
 
     /// Draft rows, within their budget and what is left after one row for each lane in prefill; half of it while there are such
     /// lanes. Where not all proposals fit, every lane gets as many rows as the others.
-    fn plan_drafts(&mut self, left: u32) -> u32 {
+    fn plan_drafts(&mut self, left: u32, kind: Rows) -> u32 {
         let decoding = self.lanes.decoding;
-        let prefilling = (self.lanes.len() - decoding) as u32;
+        let prefilling = if kind == Rows::Both { (self.lanes.len() - decoding) as u32 } else { 0 };
         let mut share = left.saturating_sub(prefilling);
         if prefilling > 0 {
             share /= 2;

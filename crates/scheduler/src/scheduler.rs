@@ -4,6 +4,7 @@ use crate::chunk_policy::ChunkBudget;
 use crate::config::{Config, ConfigError, Geometry, HitRule, Limits, Policy, Section, SlotMap};
 use crate::error::StepError;
 use crate::fill::Commands;
+use crate::group::Group;
 use crate::host_pool::HostPool;
 use crate::inbox::{Inbox, Message, Shared};
 use crate::kv::{Kv, Tables};
@@ -103,6 +104,8 @@ pub struct Scheduler {
     pub(crate) max_in_flight: u64,
     /// What is left of the prompt rows of the step being planned.
     pub(crate) chunks: ChunkBudget,
+    /// What agrees on the kind of each step; none while steps are mixed.
+    pub(crate) group: Option<Box<Group>>,
     /// Newest planned step.
     pub(crate) step: u64,
     /// Newest step that completed or failed.
@@ -178,6 +181,7 @@ impl Scheduler {
             launches: [Launch::with_capacity(seqs), Launch::with_capacity(seqs)],
             max_in_flight: config.max_in_flight.into(),
             chunks: config.policy.chunk.begin(i64::MAX),
+            group: Self::own_group(&config.policy),
             step: 0,
             completed: 0,
             ended: Vec::with_capacity(seqs),
@@ -423,6 +427,9 @@ impl Scheduler {
     pub(crate) fn step_error(&self) -> Option<StepError> {
         if !self.ring.is_registered() {
             return Some(StepError::NoRing);
+        }
+        if self.is_half_planned() {
+            return Some(StepError::HalfPlanned);
         }
         if self.in_flight() >= self.max_in_flight {
             return Some(StepError::InFlight(StepId(self.completed + 1)));

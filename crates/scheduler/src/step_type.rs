@@ -1,7 +1,5 @@
 //! Which kind of step comes next, as a function of agreed values only.
 
-#![allow(dead_code, reason = "the scheduler calls it from the next change on")]
-
 use crate::agreed::{Agreed, Tally};
 
 /// How prompt rows and decode rows share steps.

@@ -77,6 +77,12 @@ impl Swaps {
         }
     }
 
+    /// Copies back of a step that will not be.
+    pub fn drop_back(&mut self) {
+        self.back.clear();
+        self.back_states.clear();
+    }
+
     pub fn leaving(&self) -> &[Seq] {
         &self.leaving
     }

@@ -54,6 +54,9 @@ pub enum GroupError {
         /// Largest value in the group.
         most: i64,
     },
+    /// Steps of a group hold one kind of rows.
+    #[error("rank group: step_policy is mixed, which no group can have; make it decode_first, or leave it out")]
+    Mixed,
     /// A round was started twice, or waited for before it was started.
     #[error("rank group: {0}")]
     Order(&'static str),

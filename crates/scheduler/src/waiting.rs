@@ -104,6 +104,15 @@ impl Waiting {
         }
     }
 
+    /// What a later scan depends on beside the queue, seen from `step`; for model checks.
+    pub fn digest(&self, step: u64, hasher: &mut impl std::hash::Hasher) {
+        use std::hash::Hash;
+        if let Some(last) = self.refused.filter(|last| Some(last.head) == self.head()) {
+            (last.version == self.version, last.room.blocks, last.room.slots, last.room.running).hash(hasher);
+            step.saturating_sub(last.step).min(RETRY_STEPS).hash(hasher);
+        }
+    }
+
     pub fn refuse(&mut self, room: Room, step: u64) {
         if let Some(head) = self.head() {
             self.refused = Some(Refusal { head, room, version: self.version, step });
