@@ -328,6 +328,7 @@ impl Rig {
                 }
             }
         }
+        self.spoil_swaps(plan.slot);
         for &row in &self.memory.get(plan.slot, "state_row")[..plan.seqs as usize] {
             self.device.states[row as usize] = 0xBAD;
         }

@@ -51,6 +51,27 @@ impl Rig {
         }
     }
 
+    /// A step that failed copied nonsense.
+    pub fn spoil_swaps(&mut self, slot: usize) {
+        let head = self.memory.get(slot, "header").to_vec();
+        let maps = self.scheduler.slot_maps().to_vec();
+        let spoil = |kv: &mut [Vec<u64>], group, page| {
+            for (m, map) in maps.iter().enumerate().filter(|(_, map)| map.group == group) {
+                let e = map.entries as usize;
+                kv[m][page * e..(page + 1) * e].fill(0xBAD);
+            }
+        };
+        for page in self.copies(slot, "swap_out", head[header::SWAP_OUT], 3) {
+            spoil(&mut self.host.kv, page[0], page[2]);
+        }
+        for page in self.copies(slot, "swap_in", head[header::SWAP_IN], 3) {
+            spoil(&mut self.device.kv, page[0], page[2]);
+        }
+        for state in self.copies(slot, "swap_out_states", head[header::SWAP_OUT_STATES], 2) {
+            self.host.states[state[1]] = (0xBAD, 0);
+        }
+    }
+
     fn copy_page(&mut self, group: usize, device: usize, host: usize, out: bool) {
         assert!(device > 0, "the null page is nobody's");
         let maps = self.scheduler.slot_maps().to_vec();
