@@ -72,7 +72,8 @@ impl Scheduler {
             return None;
         }
         let parent = cold.parent?;
-        let lane = self.seqs.lane(parent)?;
+        // What is copied back to a parent arrives after the clones of that step.
+        let lane = self.seqs.lane(parent).filter(|_| self.has_arrived(parent))?;
         let computed = cold.prompt - 1;
         // State that a row in flight goes on to change is not the state before it.
         let (confirmed, planned) = (self.lanes.confirmed[lane], self.lanes.planned[lane]);

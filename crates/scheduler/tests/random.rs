@@ -19,7 +19,15 @@ const MAX_LEN: u32 = 96;
 #[derive(Clone, Debug)]
 enum Op {
     Step,
-    Add { family: u8, len: u32, max_new: u32, forks: u32, min_new: u32, priority: i32, flags: u8 },
+    Add {
+        family: u8,
+        len: u32,
+        max_new: u32,
+        forks: u32,
+        min_new: u32,
+        priority: i32,
+        flags: u8,
+    },
     Abort(u16),
     StopAt(u16, u32),
     Propose(u16, u32, bool),
@@ -32,6 +40,8 @@ enum Op {
     FailStep,
     Dummy,
     Late,
+    /// Whether swapping is the cheaper way back from now on.
+    Rates(bool),
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -52,6 +62,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::FailStep),
         1 => Just(Op::Dummy),
         1 => Just(Op::Late),
+        2 => prop::bool::weighted(0.8).prop_map(Op::Rates),
     ]
 }
 
@@ -67,11 +78,22 @@ struct Shape {
     headroom: u32,
     bits: u8,
     overlapped: bool,
+    host: u32,
 }
 
 fn shape() -> impl Strategy<Value = Shape> {
-    (2..5u32, 25..55u32, 1..9u32, 10..64u32, 0..4u32, (0..12u32, 1..9u32, 0..20u32), any::<u8>(), any::<bool>())
-        .prop_map(|(shift, pages, seqs, tokens, draft, (chunk, align, headroom), bits, overlapped)| Shape {
+    (
+        2..5u32,
+        25..55u32,
+        1..9u32,
+        10..64u32,
+        0..4u32,
+        (0..12u32, 1..9u32, 0..20u32),
+        any::<u8>(),
+        any::<bool>(),
+        0..60u32,
+    )
+        .prop_map(|(shift, pages, seqs, tokens, draft, (chunk, align, headroom), bits, overlapped, host)| Shape {
             block: 1 << shift,
             pages: (pages * 4 / (1 << shift)).max(8),
             seqs,
@@ -82,6 +104,7 @@ fn shape() -> impl Strategy<Value = Shape> {
             headroom,
             bits,
             overlapped,
+            host,
         })
 }
 
@@ -95,6 +118,8 @@ impl Shape {
         c.policy.headroom_tokens = self.headroom;
         c.policy.bypass = u32::from(self.bits % 3);
         c.policy.kv_lease_ns = 40;
+        c.host_blocks = self.host;
+        c.host_slots = self.host / 8;
         c.max_in_flight = 1 + u32::from(self.overlapped);
         c.device_ordered = self.bits & 1 == 0;
         c.prefix_caching = self.bits & 6 != 0;
@@ -134,6 +159,7 @@ impl World {
     fn new(shape: &Shape) -> Self {
         let config = shape.config();
         let mut rig = Rig::new(&config);
+        rig.scheduler.set_rates(1e12, 1.0);
         let restores = rig.has_state && config.policy.hit_rule == HitRule::StateSlice;
         if restores {
             rig.slices = Some(std::collections::HashMap::new());
@@ -206,6 +232,10 @@ impl World {
                 }
             }
             Op::Late => self.rig.clock += 25,
+            Op::Rates(swap) => {
+                let (bytes, tokens) = if swap { (1e12, 1.0) } else { (1.0, 1e12) };
+                self.rig.scheduler.set_rates(bytes, tokens);
+            }
         }
         self.rig.verify();
         let rig = &self.rig;
@@ -231,7 +261,9 @@ impl World {
         let slots = s.counts().slots;
         let free_slots = slots.free + slots.parked - u32::try_from(self.open.len()).unwrap().min(slots.parked);
         for &seq in &self.live {
-            let Some(info) = s.info(seq).filter(|i| i.status == Status::Ready) else { continue };
+            let Some(info) = s.info(seq).filter(|i| matches!(i.status, Status::Ready | Status::Swapped)) else {
+                continue;
+            };
             let need = (info.prompt_tokens + info.output_tokens).div_ceil(s.block_tokens());
             let fits = u64::from(need) <= metrics.available_blocks && free_slots > 0 && self.open.is_empty();
             assert!(!fits, "{seq:?} needs {need} blocks, {metrics:?}, bypass {}", self.bypass);
@@ -425,6 +457,9 @@ fn random_operations_keep_every_invariant() {
     let reached = [
         ("output tokens", total(|m| m.output_tokens), 20_000),
         ("preemptions", total(|m| m.preemptions), 500),
+        ("swapped out", total(|m| m.swapped_out), 300),
+        ("swapped in", total(|m| m.swapped_in), 200),
+        ("swaps refused", total(|m| m.swaps_refused), 50),
         ("hit tokens", total(|m| m.hit_tokens), 5_000),
         ("forks", total(|m| m.forks), 200),
         ("accepted drafts", total(|m| m.accepted), 500),
