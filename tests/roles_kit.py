@@ -114,6 +114,7 @@ class Pair:
         self.answers: dict[str, engine_kit.Answer] = {}
         self.refused: dict[str, Exception] = {}
         self.records: dict[str, bytes] = {}
+        self.grammars: dict[str, Any] = {}
 
     def step(self) -> None:
         """One step of each engine that has something to do; records are passed on."""
@@ -130,7 +131,7 @@ class Pair:
     def pass_on(self, request_id: str) -> None:
         """Gives a record to the completion engine."""
         try:
-            self.completion.take_over(self.records[request_id])
+            self.completion.take_over(self.records[request_id], self.grammars.get(request_id))
         except Exception as e:
             self.refused[request_id] = e
 

@@ -84,8 +84,10 @@ def alone(device: str, prompts: list[list[int]], **settings: Any) -> list[engine
     return [found[f"r{i}", 0] for i in range(len(prompts))]
 
 
-def test_two_engines_answer_like_one_bit_for_bit(pair: Pair, device: str) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_two_engines_answer_like_one_bit_for_bit(monkeypatch: pytest.MonkeyPatch, device: str, overlap: bool) -> None:
     """Greedy and drawn, penalties, bias, stop ids, chunks, several at once, prompts that share a beginning."""
+    pair = Pair(monkeypatch, device, completion={"zero_overhead": overlap})
     prompts = random_prompts((5, 16, 17, 150, 40, 33, 64, 3, 90))
     prompts += [prompts[3][:100] + p for p in random_prompts((9, 20), seed=4)]
     want = alone(device, prompts)
@@ -97,6 +99,46 @@ def test_two_engines_answer_like_one_bit_for_bit(pair: Pair, device: str) -> Non
     assert pair.shelf.released and max(pair.shelf.released.values()) <= 2  # by who took over, and by who gave
     stats = pair.completion.core_stats()
     assert stats["prefill_tokens"] == 2 * len(prompts), "the completion engine computed more than the row of each first token"
+    pair.close()
+
+
+class Threes:
+    """A grammar: token ids modulo 3 count up."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def fill_mask(self, row: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        bits = np.arange(len(row) * 32) % 3 == self.position % 3
+        row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token: int) -> bool:
+        if token % 3 != self.position % 3:
+            return False
+        self.position += 1
+        return True
+
+    def rollback(self, count: int) -> None:
+        self.position -= count
+
+
+def test_a_grammar_goes_on_where_it_stood(pair: Pair, device: str) -> None:
+    prompts = random_prompts((20, 40))
+    with make_engine(tiny_checkpoint("llama"), device, **SETTINGS) as engine:
+        for r in requests(prompts, grammar=Threes):
+            engine.add_request(r)
+        found = engine_kit.collect(engine)
+        want = [found[f"r{i}", 0] for i in range(2)]
+    assert all([token % 3 for token in a.tokens] == [i % 3 for i in range(len(a.tokens))] for a in want)
+    pair.grammars = {"r0": Threes, "r1": Threes}
+    assert all(map(same_bits, want, pair.generate(requests(prompts, grammar=Threes))))
+    assert Handover.from_bytes(pair.records["r0"]).grammar == "Threes"
+    pair.grammars.clear()
+    pair.answers.clear()
+    pair.prompt.add_request(requests(prompts, grammar=Threes)[0])
+    pair.run()
+    assert isinstance(pair.refused["r0"], HandoverError) and "'Threes'" in str(pair.refused["r0"])
+    pair.check_rest()
 
 
 def test_hooks_of_a_hand_over_are_called_once(pair: Pair) -> None:

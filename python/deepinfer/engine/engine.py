@@ -216,13 +216,15 @@ class Engine(EngineHooks):
         """
         self._add(request)
 
-    def take_over(self, record: bytes) -> None:
+    def take_over(self, record: bytes, grammar: Callable[[], Grammar] | None = None) -> None:
         """Goes on with a request that a prompt engine handed over under ``record`` (see `deepinfer.kvcache.handover`).
 
-        Its owner is told to let go on every way out, this call's refusals included.
+        ``grammar``: of the request, if it has one; the record has its name only. The owner of the KV is told to let go on every way
+        out, this call's refusals included.
 
         Raises:
-            HandoverError: this engine does not take over, the record cannot be read, or its KV means something else here.
+            HandoverError: this engine does not take over, the record cannot be read, or its grammar is missing.
+            KvLayoutError: its KV means something else here.
             InvalidRequestError: as for :meth:`add_request`.
         """
         self._check_open()
@@ -231,7 +233,7 @@ class Engine(EngineHooks):
             raise HandoverError(f"an engine of type {self.config.engine_type!r} does not take over; send this to a completion engine")
         made = Handover.from_bytes(record)
         try:
-            role.check(made)
+            role.check(made, grammar is not None)
             self._check_new(made.request_id)
         except Exception:
             role.refuse(made.ticket)
@@ -248,6 +250,7 @@ class Engine(EngineHooks):
             salt=made.salt,
             priority=made.priority,
             arrival=time.monotonic(),
+            grammar=grammar,
         )
         role.admit(made, lambda number: self._add(request, made, number))
 
@@ -291,13 +294,19 @@ class Engine(EngineHooks):
         if request.grammar is not None:
             self._runner.masks.prepare()
             for handle in handles:
-                self._make_grammar(handle, request.grammar)
+                self._make_grammar(handle, request.grammar, produced)
         return handles[0]
 
-    def _make_grammar(self, handle: int, make: Callable[[], Grammar]) -> None:
+    def _make_grammar(self, handle: int, make: Callable[[], Grammar], produced: Sequence[int]) -> None:
+        """Makes an answer's grammar and moves it over what was produced elsewhere."""
         answer = self._answers[handle]
         try:
-            answer.grammar = make()
+            made = make()
+            refused = next((token for token in produced if not made.accept(token)), None)
+            if refused is None:
+                answer.grammar = made
+            else:
+                answer.error = f"the grammar refuses token {refused}, which another engine made"
         except Exception as e:
             answer.error = f"the grammar cannot be used: {type(e).__name__}: {e}"
         self._core.grammar_ready(handle, answer.grammar is not None)

@@ -140,7 +140,7 @@ class EngineLike(Protocol):
         """After a step with nothing to do: a descriptor that becomes readable when there is, and the seconds after which to step
         anyway. ``None``: step on."""
 
-    def take_over(self, record: bytes) -> None:
+    def take_over(self, record: bytes, grammar: Callable[[], Grammar] | None = None) -> None:
         """Goes on with a request that a prompt engine handed over. Raises as ``add_request`` does, or HandoverError."""
 
     def core_counts(self) -> _core.Counts:

@@ -94,9 +94,9 @@ class EngineLoop:
                     engine.add_request(request)
                 except Exception as e:
                     self.send(wire.Rejected(request.request_id, wire.ErrorData.of(e)))
-            case wire.TakeOver(request_id, record):
+            case wire.TakeOver(request_id, record, grammar):
                 try:
-                    engine.take_over(record)
+                    engine.take_over(record, grammar)
                 except Exception as e:
                     self.send(wire.Rejected(request_id, wire.ErrorData.of(e)))
             case wire.Abort(request_id):

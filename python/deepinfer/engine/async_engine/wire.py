@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from deepinfer.engine.request import EngineRequest, SequenceDelta
 
 if TYPE_CHECKING:
     from deepinfer import _core
+    from deepinfer.worker.grammar import Grammar
 
 LENGTH = struct.Struct("<Q")
 
@@ -46,6 +47,7 @@ class TakeOver:
 
     request_id: str
     record: bytes
+    grammar: Callable[[], Grammar] | None = None
 
 
 @dataclass(slots=True)

@@ -73,18 +73,18 @@ class CompletionRole:
         reserving = any(i.transfer is None for i in self._incoming.values())
         return self._mover.wake_fd, _RETRY if reserving or (self._tickets and not self._incoming and not self._late) else 1.0
 
-    def check(self, record: Handover) -> None:
+    def check(self, record: Handover, has_grammar: bool) -> None:
         """Refuses a record whose payload this engine cannot read.
 
         Raises:
             KvLayoutError: its KV means something else here.
-            HandoverError: its answer follows a grammar, which this engine has none of.
+            HandoverError: its answer follows a grammar, and none came with it.
         """
         differences = self._layout.differences(record.layout)
         if differences:
             raise KvLayoutError(f"the KV of this request was made by another kind of engine: {'; '.join(differences)}")
-        if record.grammar is not None:
-            raise HandoverError(f"the answer follows the grammar {record.grammar!r}, which this engine does not have")
+        if record.grammar is not None and not has_grammar:
+            raise HandoverError(f"the answer follows the grammar {record.grammar!r}, which did not come with the request")
 
     def refuse(self, ticket: bytes) -> None:
         """Lets the owner of a payload go that no request here waits for."""

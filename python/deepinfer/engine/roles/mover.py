@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -78,8 +79,9 @@ class Mover(Generic[T]):
             return
         self._closed = True
         self._end()
+        deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
         # A thread that still waits for a peer may ring once more: its end of the pipe stays open then.
         if not any(thread.is_alive() for thread in self._threads):
             os.close(self.wake_fd)

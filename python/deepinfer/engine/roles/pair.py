@@ -301,7 +301,7 @@ class PrefillDecodePair(AsyncFront):
             self._take([told])  # a stop string in it ends the flight
         if delta.handover is not None and flight.key in self._flights:
             flight.side = self._completion
-            self._send(self._completion, flight.key, wire.TakeOver(flight.key, delta.handover))
+            self._send(self._completion, flight.key, wire.TakeOver(flight.key, delta.handover, flight.request.grammar))
 
     # The end
 

@@ -195,4 +195,5 @@ def _record(request: EngineRequest, delta: SequenceDelta, produced: list[int], c
         priority=request.priority,
         stream=request.stream,
         cached_tokens=delta.cached_tokens,
+        grammar=None if request.grammar is None else getattr(request.grammar, "__qualname__", type(request.grammar).__name__),
     )
