@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepinfer.engine.async_engine import AsyncLLM
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from deepinfer.engine.engine import Engine
+    from deepinfer.engine.step_log import EngineMetrics
 
 __all__ = ["LLM", "AsyncLLM", "PrefillDecodePair"]
 
@@ -290,6 +292,30 @@ class LLM:
         if len(self._outputs):
             self._advance()
         return self._take(lambda request_id: request_id not in self._streams)
+
+    def metrics(self) -> EngineMetrics:
+        """Everything the engine counts, at this moment: steps, queues, blocks, drafts, times.
+
+        Raises:
+            EngineDeadError: it is closed.
+        """
+        return self.engine.metrics()
+
+    def trace(self, steps: int, path: str | Path | None = None) -> Path:
+        """Writes a torch profiler trace of the next ``steps`` steps, in Chrome's format, and says on stderr where.
+
+        Args:
+            path: the file; left out, ``deepinfer-trace-<process>.json`` in the working directory.
+
+        Raises:
+            ConfigError: ``steps`` is below 1.
+            EngineDeadError: it is closed.
+        """
+        from deepinfer.engine.step_log import trace_file
+
+        target = trace_file() if path is None else Path(path)
+        self.engine.trace(steps, target)
+        return target
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to give."""

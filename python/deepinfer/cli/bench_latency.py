@@ -32,7 +32,9 @@ def run(args: argparse.Namespace) -> int:
                 # Prompts differ from batch to batch, so that none hits the prefix cache of the one before.
                 prompts = bench_load.random_prompts(args.num_seqs, args.input_len, llm.vocab_size, seed + i)
                 batch = bench_load.timed_run(llm, prompts, args.output_len, f"batch{i}")
-                if i:
+                if not i:
+                    bench_load.start_trace(args, llm)
+                else:
                     times += batch
                     bar.update(1)
         result = {"bench": "latency", **bench_load.circumstances(args, llm), "num_iters": args.num_iters}

@@ -29,6 +29,7 @@ def add_load_options(parser: argparse.ArgumentParser, *, input_len: int, output_
     group.add_argument("--output-len", type=positive, default=output_len, metavar="N", help=f"tokens of an answer (default: {output_len})")
     group.add_argument("--num-seqs", type=positive, default=num_seqs, metavar="N", help=f"sequences running at once (default: {num_seqs})")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    options.add_trace_option(parser)
     options.add_engine_options(parser, omit=("max_num_seqs",))
 
 
@@ -44,6 +45,12 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``LLM``: as given, with a batch of ``--num-seqs`` and room for its sequences, no more."""
     given = options.engine_arguments(args)
     return {"max_model_len": args.input_len + args.output_len, **given, "max_num_seqs": args.num_seqs}
+
+
+def start_trace(args: argparse.Namespace, llm: LLM) -> None:
+    """Begins the trace that was asked for; the warm-up is over by then."""
+    if args.trace is not None:
+        llm.trace(args.trace)
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int, shared: int = 0) -> list[list[int]]:

@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
         seed = args.seed or 0
         warm = bench_load.random_prompts(min(args.num_seqs, args.num_prompts), args.input_len, llm.vocab_size, seed + 1)
         bench_load.timed_run(llm, warm, min(args.output_len, 4), "warm")
+        bench_load.start_trace(args, llm)
         prompts = bench_load.random_prompts(args.num_prompts, args.input_len, llm.vocab_size, seed, args.shared_prefix_len)
         with console.progress(args.num_prompts, "bench", "prompt") as bar:
             times = bench_load.timed_run(llm, prompts, args.output_len, "run", bar)

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="system message put before the prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end: text, token ids, finish reason, timing")
+    options.add_trace_option(parser)
     options.add_engine_options(parser)
     options.add_sampling_options(parser)
 
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(**engine) as llm:
         loaded = time.monotonic()
+        if args.trace is not None:
+            llm.trace(args.trace)
         params = sampling_params(llm, values)
         request = prompt if args.raw or (not llm.has_chat_template and args.system is None) else conversation(llm, args.system, prompt)
         if args.json:

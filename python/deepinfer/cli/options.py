@@ -71,7 +71,7 @@ ENGINE_OPTIONS = (
     Option("enable_prefix_caching", "reuse KV of prompts that begin alike (default: on)"),
     Option("seed", "makes sampling repeatable", int),
     Option("num_threads", "torch threads of the step loop", int),
-    Option("quiet", "leave out the report of what fits, which a start prints on stderr", negatable=False),
+    Option("quiet", "leave out the report of what fits and the line on steps every 10 s, both on stderr", negatable=False),
 )
 
 SAMPLING_OPTIONS = (
@@ -100,6 +100,19 @@ SAMPLING_OPTIONS = (
     Option("cache_salt", "share cached prefixes only under the same salt", str),
     Option("traffic_class", "hint for the prefix cache", str, ("agent", "chat")),
 )
+
+
+def add_trace_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--trace``, for commands that run an engine in their own process."""
+    help_text = "write a torch profiler trace of the first N steps to a file that stderr names"
+    parser.add_argument("--trace", type=_steps, default=None, metavar="N", help=help_text)
+
+
+def _steps(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, omit: tuple[str, ...] = ()) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from deepinfer.engine.hooks import Admission, EngineHooks
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
+from deepinfer.engine.step_log import INTERVAL, EngineMetrics, StepLog, StepTrace
 from deepinfer.engine.step_loop import RING_SLOTS, EngineCounters, Launched, StepLoop
 from deepinfer.engine.swap import SwapPlan, SwapRates, plan_swap
 from deepinfer.engine.tokenizer import check_token_ids
@@ -115,6 +117,8 @@ class Engine(EngineHooks):
         self._runner = self._make_runner(paged, state)
         self._core.register_ring(self._runner.ring.registration())
         self._rates = SwapRates(self._core, self._runner.measure_swap())
+        self._log = StepLog(self.metrics, 0.0 if self.run.quiet else INTERVAL)
+        self._trace: StepTrace | None = None
         self._loop = StepLoop(self._core, self._runner, self._depth, self, self.counters)
         self._answers: dict[int, _Answer] = {}
         self._requests: dict[str, list[int]] = {}
@@ -358,11 +362,29 @@ class Engine(EngineHooks):
         self._check_open()
         try:
             self._idle = False
-            return self._move_handovers() + self._loop.advance()
+            if self._trace is not None:
+                return self._traced_step(self._trace)
+            news = self._move_handovers() + self._loop.advance()
+            self._log.tick()
+            return news
         except KeyboardInterrupt:
             self._loop.drop_all()
             self.abort_all()
             raise
+
+    def trace(self, steps: int, path: Path) -> None:
+        """Writes a torch profiler trace of the next ``steps`` steps to ``path``, in Chrome's format; says so on stderr."""
+        if steps < 1:
+            raise ConfigError(f"a trace needs at least one step, not {steps}")
+        self._trace = StepTrace(steps, path, self.run.device)
+
+    def _traced_step(self, trace: StepTrace) -> list[SequenceDelta]:
+        trace.begin()
+        before = self.counters.steps
+        news = self._move_handovers() + self._loop.advance()
+        if trace.end(self.counters.steps - before):
+            self._trace = None
+        return news
 
     def _move_handovers(self) -> list[SequenceDelta]:
         """What became of sequences on their way to or from another engine."""
@@ -589,6 +611,10 @@ class Engine(EngineHooks):
         check_token_ids(ids, self.vocab_size)
         return self._runner.logits(ids)
 
+    def metrics(self) -> EngineMetrics:
+        """Everything that is counted, at this moment."""
+        return EngineMetrics.of(self._core)
+
     def core_counts(self) -> _core.Counts:
         """The core's blocks of each group and state slots by state, for metrics and tests."""
         return self._core.counts()
@@ -604,6 +630,8 @@ class Engine(EngineHooks):
         with suppress(EngineDeadError):  # a core that stopped after a fault has nothing to abort
             self.abort_all()
         self._closed = True
+        if self._trace is not None:
+            self._trace.stop()
         if self._role is not None:
             self._role.close()
         self._runner.close()

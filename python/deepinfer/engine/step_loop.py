@@ -54,7 +54,8 @@ class Launched:
     """A step in flight: its ring slot, the runner's record, and what of its plan is needed once the slot has been given back.
 
     ``handles`` uint64 ``[n]``: who had each sequence's state slot when the step was launched; ``sample_off`` int32 ``[n + 1]``;
-    ``grammars``: indices of the sequences with a grammar.
+    ``grammars``: indices of the sequences with a grammar. ``host_s``: seconds the host worked on it so far. ``rested``: the engine had
+    nothing to do before it.
     """
 
     slot: int
@@ -62,6 +63,8 @@ class Launched:
     handles: NDArray[np.uint64]
     sample_off: NDArray[np.int32]
     grammars: list[int]
+    host_s: float = 0.0
+    rested: bool = False
 
 
 class StepOwner(Protocol):
@@ -98,6 +101,7 @@ class StepLoop:
     def __init__(self, core: _core.Core, runner: ModelRunner, depth: int, owner: StepOwner, counters: EngineCounters) -> None:
         self._core, self._runner, self._depth, self._owner, self._counters = core, runner, depth, owner, counters
         self._flight: deque[Launched] = deque()
+        self._rested = True
 
     @property
     def in_flight(self) -> int:
@@ -112,9 +116,10 @@ class StepLoop:
             self._finish(news)
         begin = time.perf_counter()
         slot = self._core.schedule(time.monotonic_ns())
-        self._counters.schedule_s += time.perf_counter() - begin
+        planned = time.perf_counter() - begin
+        self._counters.schedule_s += planned
         if slot >= 0:
-            self._launch(slot, news)
+            self._launch(slot, news, planned)
             if self._depth == 1:
                 self._finish(news)
         elif self._flight and not finished:
@@ -124,8 +129,8 @@ class StepLoop:
             news += self._owner.flushed()
         return news
 
-    def _launch(self, slot: int, news: list[SequenceDelta]) -> None:
-        begin = time.perf_counter()
+    def _launch(self, slot: int, news: list[SequenceDelta], planned: float) -> None:
+        begin, before = time.perf_counter(), self._counters.wait_s + self._counters.complete_s
         error: Exception | None = None
         try:
             self._owner.post_schedule(slot)
@@ -141,7 +146,10 @@ class StepLoop:
                 self._finish(news)
             self._owner.fill_masks(launched)
         self._runner.launch_sample(step)
-        self._counters.execute_s += time.perf_counter() - begin
+        spent = time.perf_counter() - begin
+        self._counters.execute_s += spent
+        other = self._counters.wait_s + self._counters.complete_s - before  # of the step that had to be completed first
+        launched.host_s, launched.rested, self._rested = planned + spent - other, self._rested, False
 
     def _finish(self, news: list[SequenceDelta]) -> None:
         """Waits for the oldest step in flight and completes it, or fails it with what went wrong."""
@@ -169,8 +177,12 @@ class StepLoop:
         c.prefill_tokens += result.header.rows - result.header.decodes
         c.generated_tokens += result.header.samples
         if times is not None:
-            c.device_s += times.commands + times.forward + times.sample
-            c.idle_s += times.idle
+            device, idle = times.commands + times.forward + times.sample, 0.0 if launched.rested else times.idle
+            c.device_s += device
+            c.idle_s += idle
+            host = launched.host_s + completed - waited
+            self._core.note_step_times(result.header.step, int(device * 1e9), int(idle * 1e9), int(host * 1e9))
+        self._rested = self._rested or not (self._flight or self._core.has_work())
         news += self._owner.step_completed(launched, result, times)
 
     def drop_all(self) -> None:

@@ -1,0 +1,228 @@
+"""What the steps did, for people: one line every ten seconds while something runs, and a profiler trace on demand.
+
+Owns: :class:`EngineMetrics` (a typed copy of the core's snapshot), the line, the trace. Never touches: requests, the order of a step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from deepinfer import _core
+
+if TYPE_CHECKING:
+    import torch
+
+INTERVAL = 10.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times in nanoseconds: bucket ``i`` counts those below ``1024 << i``, the last bucket all above."""
+
+    counts: tuple[int, ...]
+    sum_ns: int
+
+    @property
+    def mean_ms(self) -> float:
+        """Mean in milliseconds, 0 without a value."""
+        count = sum(self.counts)
+        return self.sum_ns / count / 1e6 if count else 0.0
+
+
+@dataclass(frozen=True)
+class EngineMetrics:
+    """Everything the core counts, at one moment; totals since the start unless it says "now".
+
+    Attributes:
+        totals: every plain counter by name (``_core.Core.stats``), also those below.
+        running, decoding: sequences that hold a lane now; of these, those past their prompt.
+        waiting: sequences that wait now, by reason: ``resources`` (of these ``preempted``), ``grammar``, ``kv``, ``fork``, ``handover``.
+        steps: completed or in flight, by type: ``decode``, ``prefill``, ``mixed``, ``dummy``; ``idle`` are plans with nothing to run.
+        chunk_fill: prefill rows of a step against the rows it had for them, by tenths (index 10: all of them).
+        preemptions: by kind: ``recompute``, ``swap``.
+        hit_tokens, asked_tokens: tokens of admitted sequences found in the index, and all of them.
+        blocks, slots: pages of each paged group, and state slots, by state, now.
+        votes: rounds of the rank group by outcome.
+        drafts_asked, drafts_taken: how often a draft stood at each position, and was accepted there.
+        device_time, host_time: of completed steps.
+        bubble: part of the device's time in which it stood still although there was work.
+        overlap: part of the host's work that was hidden under the device's.
+    """
+
+    totals: dict[str, int]
+    running: int
+    decoding: int
+    waiting: dict[str, int]
+    steps: dict[str, int]
+    chunk_fill: tuple[int, ...]
+    preemptions: dict[str, int]
+    hit_tokens: int
+    asked_tokens: int
+    blocks: tuple[_core.PoolCounts, ...]
+    slots: _core.PoolCounts
+    votes: dict[str, int]
+    drafts_asked: tuple[int, ...]
+    drafts_taken: tuple[int, ...]
+    device_time: Times
+    host_time: Times
+    bubble: float
+    overlap: float
+
+    @classmethod
+    def of(cls, core: _core.Core) -> EngineMetrics:
+        """One snapshot."""
+        m = core.metrics()
+        t, votes = m["totals"], m["votes"]
+        return cls(
+            totals=t,
+            running=t["running"],
+            decoding=t["decoding"],
+            waiting={
+                "resources": t["waiting"],
+                "preempted": t["wait_preempted"],
+                "grammar": t["wait_grammar"],
+                "kv": t["wait_kv"],
+                "fork": t["wait_fork"],
+                "handover": t["wait_handover"],
+            },
+            steps={kind: t[f"{kind}_steps"] for kind in ("decode", "prefill", "mixed", "dummy")} | {"idle": t["idle_plans"]},
+            chunk_fill=tuple(m["chunk_fill"]["counts"]),
+            preemptions={"recompute": t["preemptions"] - t["swapped_out"], "swap": t["swapped_out"]},
+            hit_tokens=t["hit_tokens"],
+            asked_tokens=t["asked_tokens"],
+            blocks=tuple(m["pools"]["groups"]),
+            slots=m["pools"]["slots"],
+            votes={
+                "idle": votes["idle"],
+                "decode": votes["decode"],
+                "prefill": votes["prefill"],
+                "fallback": votes["fallback"],
+                "error": votes["error"],
+            },
+            drafts_asked=tuple(m["drafts_asked"]),
+            drafts_taken=tuple(m["drafts_taken"]),
+            device_time=Times(tuple(m["device_time"]["counts"]), m["device_time"]["sum_ns"]),
+            host_time=Times(tuple(m["host_time"]["counts"]), m["host_time"]["sum_ns"]),
+            bubble=m["bubble"],
+            overlap=m["overlap"],
+        )
+
+
+class StepLog:
+    """Writes the line.
+
+    Args:
+        read: gives the metrics.
+        interval: seconds between lines; 0 = none.
+        stream: where to; ``None`` = stderr at that moment.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], EngineMetrics],
+        interval: float = INTERVAL,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read, self._interval, self._stream, self._clock = read, interval, stream, clock
+        self._since = clock()
+        self._due = self._since + interval if interval > 0 else float("inf")
+        self._before: EngineMetrics | None = None
+
+    def tick(self) -> None:
+        """To be called after each step: writes the line if it is due and a step ran since the last one."""
+        now = self._clock()
+        if now < self._due:
+            return
+        after, before = self._read(), self._before
+        if after.totals["steps"] > (0 if before is None else before.totals["steps"]):
+            print(line(before, after, now - self._since), file=self._stream or sys.stderr, flush=True)
+        self._before, self._since, self._due = after, now, now + self._interval
+
+
+def line(before: EngineMetrics | None, after: EngineMetrics, seconds: float) -> str:
+    """What happened between two snapshots (``before`` = ``None``: since the start), on one line; what did not happen is left out."""
+
+    def since(name: str) -> int:
+        return after.totals[name] - (before.totals[name] if before is not None else 0)
+
+    kinds = [f"{kind} {n}" for kind in ("decode", "mixed", "prefill", "dummy") if (n := since(f"{kind}_steps"))]
+    waits = [f"{n} for {reason}" for reason, n in after.waiting.items() if n and reason not in ("resources", "preempted")]
+    preempted = f" ({after.waiting['preempted']} preempted)" if after.waiting["preempted"] else ""
+    pool = after.blocks[0]
+    parts = [
+        f"{since('steps')} steps ({', '.join(kinds)})",
+        f"{since('output_tokens') / seconds:.1f} tok/s out, {since('prefill_tokens') / seconds:.1f} in",
+        f"running {after.running}, waiting {after.waiting['resources']}{preempted}",
+        *waits,
+        f"KV {100 * pool['held'] / max(1, pool['total'] - pool['reserved']):.0f} % held",
+    ]
+    if asked := since("asked_tokens"):
+        parts.append(f"hits {100 * since('hit_tokens') / asked:.0f} %")
+    if since("preemptions"):
+        parts.append(f"preempted {since('preemptions')} ({since('swapped_out')} swapped)")
+    if since("drafted"):
+        parts.append(f"drafts {100 * since('accepted') / since('drafted'):.0f} % of {since('drafted')}")
+    if since("failed_steps"):
+        parts.append(f"{since('failed_steps')} failed")
+    if sum(after.device_time.counts):
+        parts.append(
+            f"device {after.device_time.mean_ms:.2f} ms a step, bubble {100 * after.bubble:.1f} %, host hidden {100 * after.overlap:.0f} %"
+        )
+    return "deepinfer: " + " · ".join(parts)
+
+
+def trace_file() -> Path:
+    """Where a trace goes that nobody named: the working directory, under the process's number."""
+    return Path(f"deepinfer-trace-{os.getpid()}.json")
+
+
+class StepTrace:
+    """A torch profiler trace of the next steps, in Chrome's format.
+
+    Args:
+        steps: how many.
+        path: the file, replaced if it is there.
+        device: also records the kernels of a GPU.
+    """
+
+    def __init__(self, steps: int, path: Path, device: torch.device) -> None:
+        self.left, self.path, self._cuda = steps, path, device.type == "cuda"
+        self._profiler: torch.profiler.profile | None = None
+
+    def begin(self) -> None:
+        """Before a step; the first one starts the profiler."""
+        if self._profiler is not None:
+            return
+        import torch
+        from torch.profiler import ProfilerActivity
+
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        # The device half of a step runs on a thread of its own on a CPU.
+        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        self._profiler = torch.profiler.profile(activities=kinds, experimental_config=everywhere)
+        self._profiler.start()
+
+    def end(self, completed: int) -> bool:
+        """After a turn of the loop that completed some steps; true once the file is written."""
+        self.left -= completed
+        if self.left > 0:
+            return False
+        self.stop()
+        return True
+
+    def stop(self) -> None:
+        """Writes what there is, also when fewer steps came; without a step there is no file."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        profiler.export_chrome_trace(str(self.path))
+        print(f"deepinfer: trace of the steps written to {self.path}", file=sys.stderr, flush=True)
