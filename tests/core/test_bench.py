@@ -70,11 +70,16 @@ def test_command_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     bench_scheduler.add_arguments(parser)
     args = parser.parse_args(["--json", "--runs", "1", "--steps", "40", "--num-seqs", "4", "--block", "16"])
     assert bench_scheduler.run(args) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    cases = [row["case"] for row in rows]
-    assert cases == ["decode", "decode", "admission", "preemption_storm", "chain_hash", *["prefix_match"] * 3]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["machine"] and printed["load"] >= 0 and "schedule" in printed["counted"]
+    rows = printed["rows"]
+    assert [row["case"] for row in rows] == [*bench_scheduler.CASES, "prefix_match", "prefix_match"]
     assert rows[0].keys() >= {"num_seqs", "block", "python_us_median", "python_us_p99", "rust_us_median", "rust_us_p99"}
     assert (rows[0]["num_seqs"], rows[0]["block"]) == (4, 16)
-    assert rows[1]["rival_thread"] is True and (rows[1]["num_seqs"], rows[1]["block"]) == (256, 64)
-    assert rows[3]["preemptions_per_step"] > 0
+    by_case = {row["case"]: row for row in rows}
+    assert by_case["tight_pool"]["preemptions_per_step"] > 0
+    assert by_case["preemption_storm"]["preempted"] > 1
+    assert by_case["abort_storm"]["aborted"] == 256 + 4096
+    assert by_case["drafts_6"]["rows_per_step"] == 6 * 256
+    assert by_case["prompts_64k"]["prompt_rows_per_step"] > 7000
     assert all(value > 0 for row in rows for key, value in row.items() if key.endswith("_us_median"))

@@ -64,7 +64,7 @@ fn steady(case: &'static str, seqs: u32, block: u32, even: bool) -> Row {
     best(|| {
         let steps = 2000;
         let blocks = seqs * (load::PROMPT + block + steps + 200).div_ceil(block) + 64;
-        let shape = Shape { seqs, block, blocks, tokens: seqs.max(16) * load::PROMPT * 2, draft: 0, headroom: 16 };
+        let shape = Shape { seqs, block, blocks, tokens: seqs.max(16) * load::PROMPT * 2, ..Shape::default() };
         let mut load = decoding(&shape, even, 8000);
         for _ in 0..50 {
             load.step(|_| 1);
@@ -78,7 +78,7 @@ fn steady(case: &'static str, seqs: u32, block: u32, even: bool) -> Row {
 fn admission(seqs: u32, block: u32) -> Row {
     best(|| {
         let blocks = seqs * (load::PROMPT + seqs).div_ceil(block) + 64;
-        let shape = Shape { seqs, block, blocks, tokens: 8192, draft: 0, headroom: 16 };
+        let shape = Shape { seqs, block, blocks, tokens: 8192, ..Shape::default() };
         let mut churn = Churn::new(&shape);
         for _ in 0..3 * seqs {
             churn.step(seqs);
@@ -87,7 +87,7 @@ fn admission(seqs: u32, block: u32) -> Row {
         let times: Vec<Step> = (0..2000).map(|_| churn.step(seqs)).collect();
         let after = churn.load.scheduler.snapshot();
         let each = (after.admitted - before.admitted) as f64 / times.len() as f64;
-        row("one in, one out", seqs, block, &times, format!("{each:.2} admissions a step"))
+        row("admission", seqs, block, &times, format!("{each:.2} admissions a step"))
     })
 }
 
@@ -95,7 +95,7 @@ fn admission(seqs: u32, block: u32) -> Row {
 fn tight(seqs: u32, block: u32) -> Row {
     best(|| {
         let blocks = seqs * (load::PROMPT + 128).div_ceil(block) / 2;
-        let shape = Shape { seqs, block, blocks, tokens: 8192, draft: 0, headroom: 0 };
+        let shape = Shape { seqs, block, blocks, tokens: 8192, headroom: 0, ..Shape::default() };
         let mut load = Load::new(&shape);
         for _ in 0..seqs {
             load.add(load::PROMPT, 4000);
@@ -107,7 +107,7 @@ fn tight(seqs: u32, block: u32) -> Row {
         let times: Vec<Step> = (0..1500).map(|_| load.step(|_| 1)).collect();
         let after = load.scheduler.snapshot();
         let each = (after.preemptions - before.preemptions) as f64 / times.len() as f64;
-        row("pool of half", seqs, block, &times, format!("{each:.2} preemptions a step"))
+        row("tight_pool", seqs, block, &times, format!("{each:.2} preemptions a step"))
     })
 }
 
@@ -115,7 +115,7 @@ fn tight(seqs: u32, block: u32) -> Row {
 fn storm(seqs: u32, block: u32) -> Row {
     best(|| {
         let blocks = seqs * load::PROMPT.div_ceil(block) + 5;
-        let shape = Shape { seqs, block, blocks, tokens: seqs * load::PROMPT, draft: 0, headroom: 0 };
+        let shape = Shape { seqs, block, blocks, tokens: seqs * load::PROMPT, headroom: 0, ..Shape::default() };
         let mut victims = 0;
         let times: Vec<Step> = (0..40)
             .map(|_| {
@@ -126,14 +126,14 @@ fn storm(seqs: u32, block: u32) -> Row {
             })
             .collect();
         assert!(victims > 0);
-        row("preemption storm", seqs, block, &times, format!("{victims} preempted in the step"))
+        row("preemption_storm", seqs, block, &times, format!("{victims} preempted in the step"))
     })
 }
 
 fn waiting(seqs: u32, block: u32) -> Row {
     best(|| {
         let blocks = seqs * (load::PROMPT + block + 2400).div_ceil(block) + 64;
-        let shape = Shape { seqs, block, blocks, tokens: seqs * load::PROMPT * 2, draft: 0, headroom: 16 };
+        let shape = Shape { seqs, block, blocks, tokens: seqs * load::PROMPT * 2, ..Shape::default() };
         let mut load = decoding(&shape, true, 8000);
         for _ in 0..4096 {
             load.add(load::PROMPT, 16);
@@ -143,28 +143,137 @@ fn waiting(seqs: u32, block: u32) -> Row {
         }
         let times: Vec<Step> = (0..2000).map(|_| load.step(|_| 1)).collect();
         assert_eq!(load.scheduler.snapshot().waiting, 4096);
-        row("4096 waiting", seqs, block, &times, String::new())
+        row("waiting_4096", seqs, block, &times, String::new())
     })
 }
+
+/// Six rows a sequence of which 3.5 tokens come out; proposing is the drafter's, not counted.
+fn drafts(seqs: u32, block: u32) -> Row {
+    best(|| {
+        let steps = 1000;
+        let blocks = seqs * (load::PROMPT + block + 6 * steps).div_ceil(block) + 64;
+        let tokens = seqs * load::PROMPT * 2;
+        let shape = Shape { seqs, block, blocks, tokens, draft: 5, ..Shape::default() };
+        let mut load = decoding(&shape, true, 8000);
+        let keep = |n: u64| 1 + (n * 7 % 6) as i32;
+        let mut times = Vec::new();
+        let before = load.scheduler.snapshot();
+        for step in 0..steps {
+            load.propose();
+            let time = load.step(keep);
+            if step >= 50 {
+                times.push(time);
+            }
+        }
+        let after = load.scheduler.snapshot();
+        let rows = (after.decode_rows - before.decode_rows) as f64 / f64::from(steps);
+        let made = (after.output_tokens - before.output_tokens) as f64 / f64::from(steps * seqs);
+        row("drafts_6", seqs, block, &times, format!("{rows:.0} rows, {made:.2} tokens a sequence"))
+    })
+}
+
+/// One step behind the device: the plan of step n + 1 while n is in flight, ids as placeholders.
+fn overlap(seqs: u32, block: u32) -> Row {
+    best(|| {
+        let steps = 2000;
+        let blocks = seqs * (load::PROMPT + block + steps + 200).div_ceil(block) + 64;
+        let tokens = seqs * load::PROMPT * 2;
+        let shape = Shape { seqs, block, blocks, tokens, depth: 2, ..Shape::default() };
+        let mut load = decoding(&shape, true, 8000);
+        for _ in 0..50 {
+            load.step(|_| 1);
+        }
+        let times: Vec<Step> = (0..steps).map(|_| load.step(|_| 1)).collect();
+        assert_eq!(load.scheduler.snapshot().decoding, u64::from(seqs));
+        row("decode_overlap", seqs, block, &times, "two steps in flight".to_owned())
+    })
+}
+
+/// The step that meets aborts of everything: running and waiting.
+fn abort_storm(seqs: u32, block: u32, waiting: u32) -> Row {
+    best(|| {
+        let blocks = seqs * (load::PROMPT + 128).div_ceil(block) + 64;
+        let shape = Shape { seqs, block, blocks, tokens: seqs * load::PROMPT, ..Shape::default() };
+        let times: Vec<Step> = (0..20)
+            .map(|_| {
+                let mut load = decoding(&shape, false, 4000);
+                for _ in 0..waiting {
+                    load.add(load::PROMPT, 16);
+                }
+                load.step(|_| 1);
+                for &seq in &load.handles {
+                    load.inbox.abort(seq).unwrap();
+                }
+                // One that stays, so that there is a step.
+                load.add(load::PROMPT, 16);
+                let step = load.step(|_| 1);
+                assert_eq!(load.scheduler.snapshot().finished[2], u64::from(seqs + waiting));
+                step
+            })
+            .collect();
+        row("abort_storm", seqs, block, &times, format!("{} aborted in the step", seqs + waiting))
+    })
+}
+
+/// Prompts of 64k tokens in chunks beside decoding sequences: 8,192 rows a step.
+fn long_prompts(seqs: u32, block: u32) -> Row {
+    best(|| {
+        let (prompt, long) = (65_536, 8);
+        let length = prompt + 4096;
+        let blocks = (seqs * (load::PROMPT + 1024) + long * length).div_ceil(block) + seqs;
+        let shape = Shape { seqs, block, blocks, length, ..Shape::default() };
+        let mut load = Load::new(&shape);
+        for _ in 0..seqs - long {
+            load.add(load::PROMPT, 2000);
+        }
+        load.warm();
+        for _ in 0..long {
+            load.add(prompt, 16);
+        }
+        let before = load.scheduler.snapshot();
+        let times: Vec<Step> = (0..60).map(|_| load.step(|_| 1)).collect();
+        let after = load.scheduler.snapshot();
+        let rows = (after.prefill_tokens - before.prefill_tokens) / 60;
+        row("prompts_64k", seqs, block, &times, format!("{rows} prompt rows a step"))
+    })
+}
+
+fn machine() -> (String, String) {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let cpu = read("/proc/cpuinfo");
+    let model = cpu.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split(": ").nth(1));
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let load = read("/proc/loadavg").split(' ').next().unwrap_or_default().to_owned();
+    (format!("{}, {cores} cores", model.unwrap_or("unknown processor")), load)
+}
+
+const COUNTED: &str = "one schedule and one complete a step, serially, prefix caching on; not the worker, not building prompts; \
+    best of 5 runs by the median";
 
 fn main() {
     let json = std::env::args().any(|a| a == "--json");
     let mut rows = Vec::new();
     for block in [16, 64] {
         for seqs in [16, 64, 256, 1024] {
-            rows.push(steady("steady", seqs, block, true));
+            rows.push(steady("decode", seqs, block, true));
         }
     }
     for block in [16, 64] {
-        rows.push(steady("all cross together", 256, block, false));
+        rows.push(steady("decode_all_cross", 256, block, false));
         rows.push(admission(256, block));
         rows.push(tight(256, block));
         rows.push(storm(256, block));
     }
     rows.push(waiting(256, 64));
+    rows.push(overlap(256, 64));
+    rows.push(drafts(256, 64));
+    rows.push(abort_storm(256, 64, 4096));
+    rows.push(long_prompts(256, 64));
+    let (machine, load) = machine();
     if json {
         let text: Vec<String> = rows.iter().map(json_row).collect();
-        println!("{{\"rows\":[{}]}}", text.join(","));
+        let head = format!("\"machine\":\"{machine}\",\"load\":\"{load}\",\"counted\":\"{COUNTED}\"");
+        println!("{{{head},\"rows\":[{}]}}", text.join(","));
         return;
     }
     println!(
@@ -177,9 +286,12 @@ fn main() {
             r.case, r.seqs, r.block, r.schedule, r.complete, r.median, r.p99, r.max, r.note
         );
     }
-    let bar = rows.iter().find(|r| r.case == "steady" && r.seqs == 256 && r.block == 64).unwrap();
-    let within = bar.median <= 6.0 && bar.p99 <= 3.0 * bar.median;
-    println!("bar: 256 decoding at block 64 ≤ 6 µs, p99 ≤ 3 × median: {}", if within { "held" } else { "MISSED" });
+    println!("{machine}, load {load}; {COUNTED}");
+    for (case, bar) in [("decode", 6.0), ("decode_overlap", 6.0), ("drafts_6", 15.0)] {
+        let Some(row) = rows.iter().find(|r| r.case == case && r.seqs == 256 && r.block == 64) else { continue };
+        let held = if row.median <= bar { "held" } else { "MISSED" };
+        println!("bar: {case}, 256 sequences at block 64, {bar} µs: {held}");
+    }
 }
 
 fn json_row(r: &Row) -> String {

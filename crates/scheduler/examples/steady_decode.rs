@@ -15,7 +15,7 @@ const BLOCK: u32 = 64;
 fn main() {
     let steps: u32 = std::env::args().nth(1).and_then(|text| text.parse().ok()).unwrap_or(256);
     let blocks = SEQS * (load::PROMPT + BLOCK + steps + 64).div_ceil(BLOCK) + 64;
-    let shape = Shape { seqs: SEQS, block: BLOCK, blocks, tokens: SEQS * load::PROMPT, draft: 0, headroom: 16 };
+    let shape = Shape { seqs: SEQS, block: BLOCK, blocks, tokens: SEQS * load::PROMPT, ..Shape::default() };
     let mut load = decoding(&shape, true, 8000);
     let before = load.scheduler.snapshot().output_tokens;
     for _ in 0..steps {

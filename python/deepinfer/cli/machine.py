@@ -57,6 +57,14 @@ def memory() -> dict[str, int | None]:
     return {"total": info.get("MemTotal"), "available": info.get("MemAvailable"), "limit": int(limit) if limit.isdigit() else None}
 
 
+def load() -> float | None:
+    """Mean number of runnable threads over the last minute, where the system tells."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except OSError:
+        return None
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(errors="replace")

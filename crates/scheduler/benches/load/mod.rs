@@ -3,7 +3,7 @@
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)]
 
 use deepinfer_scheduler::{
-    Config, EngineType, FieldView, GroupSpec, Inbox, Limits, Plan, Policy, Prepared, RingView, Root, Scheduler, Source,
+    Config, EngineType, FieldView, GroupSpec, Inbox, Limits, Plan, Policy, Prepared, RingView, Root, Scheduler, Seq, Source,
     header,
 };
 use std::collections::VecDeque;
@@ -25,6 +25,16 @@ pub struct Shape {
     pub draft: u32,
     /// Growth kept free at admission, in tokens per running sequence.
     pub headroom: u32,
+    /// Steps in flight.
+    pub depth: u32,
+    /// Longest sequence.
+    pub length: u32,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self { seqs: 256, block: 64, blocks: 0, tokens: 8192, draft: 0, headroom: 16, depth: 1, length: 16_384 }
+    }
 }
 
 pub struct Load {
@@ -37,6 +47,10 @@ pub struct Load {
     accepted: usize,
     offsets: usize,
     pub sent: u64,
+    /// Handles of everything submitted, in order.
+    pub handles: Vec<Seq>,
+    flight: VecDeque<Plan>,
+    depth: usize,
     clock: u64,
     token: u32,
 }
@@ -58,7 +72,7 @@ impl Load {
             limits: Limits {
                 max_num_seqs: shape.seqs,
                 max_num_batched_tokens: shape.tokens,
-                max_model_len: 16_384,
+                max_model_len: shape.length,
                 vocab_size: VOCAB,
                 max_draft: shape.draft,
             },
@@ -68,7 +82,7 @@ impl Load {
             event_capacity: 0,
             root: Root { model: "bench".into(), block_tokens: shape.block, ..Root::default() },
             ring_slots: 3,
-            max_in_flight: 1,
+            max_in_flight: shape.depth,
             host_blocks: 0,
             host_slots: 0,
         };
@@ -88,7 +102,23 @@ impl Load {
         // SAFETY: the vectors live as long as the scheduler, are never resized, and are touched between calls only.
         unsafe { scheduler.register_ring(&views).unwrap() };
         let inbox = scheduler.inbox();
-        Self { scheduler, inbox, memory, header, flags, tokens, accepted, offsets, sent: 0, clock: 0, token: 100 }
+        let (flight, depth) = (VecDeque::with_capacity(3), shape.depth as usize);
+        Self {
+            scheduler,
+            inbox,
+            memory,
+            header,
+            flags,
+            tokens,
+            accepted,
+            offsets,
+            sent: 0,
+            handles: Vec::new(),
+            flight,
+            depth,
+            clock: 0,
+            token: 100,
+        }
     }
 
     /// Submits a request of `prompt` tokens for `max_new` tokens.
@@ -104,24 +134,49 @@ impl Load {
                 100 + (state >> 40) as u32 % (VOCAB - 100)
             })
             .collect();
-        self.inbox.add(&Prepared { eos: vec![2], ..Prepared::new(tokens, max_new) }).unwrap();
+        let seqs = self.inbox.add(&Prepared { eos: vec![2], ..Prepared::new(tokens, max_new) }).unwrap();
+        self.handles.extend(seqs);
     }
 
-    /// One step. What the worker would write is written between the two timed calls.
+    /// One step: what the worker would write is written between the two timed calls. With two steps in flight the oldest is
+    /// completed and the next one planned, as the engine's loop does it.
     pub fn step(&mut self, keep: impl Fn(u64) -> i32) -> Step {
         self.clock += 1;
+        let mut step = Step::default();
+        if self.flight.len() == self.depth {
+            self.finish(&keep, &mut step);
+        }
         let start = Instant::now();
         let plan = self.scheduler.schedule(self.clock).unwrap();
-        let schedule = start.elapsed();
-        let Some(plan) = plan else { return Step::default() };
+        step.schedule = start.elapsed();
+        match plan {
+            Some(plan) => self.flight.push_back(plan),
+            None if self.flight.is_empty() => return Step::default(),
+            None => {}
+        }
+        if self.depth == 1 || plan.is_none() {
+            self.finish(&keep, &mut step);
+        }
+        step
+    }
+
+    fn finish(&mut self, keep: &impl Fn(u64) -> i32, step: &mut Step) {
+        let Some(plan) = self.flight.pop_front() else { return };
         self.work(&plan, keep);
         let start = Instant::now();
         let outputs = self.scheduler.complete(plan.step, self.clock).unwrap();
-        let complete = start.elapsed();
-        Step { schedule, complete, finished: outputs.notify.len() }
+        step.complete += start.elapsed();
+        step.finished += outputs.notify.len();
     }
 
-    fn work(&mut self, plan: &Plan, keep: impl Fn(u64) -> i32) {
+    /// Five drafts for every sequence.
+    pub fn propose(&mut self) {
+        for &seq in &self.handles {
+            self.scheduler.propose(seq, &[101, 102, 103, 104, 105]);
+        }
+    }
+
+    fn work(&mut self, plan: &Plan, keep: &impl Fn(u64) -> i32) {
         let slot = &mut self.memory[plan.slot];
         let seqs = slot[self.header][header::SEQS] as usize;
         // A different token each step; never the end.
