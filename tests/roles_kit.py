@@ -150,11 +150,11 @@ class Pair:
         while time.monotonic() < end:
             if until is not None and until():
                 return
-            if not self.prompt.has_unfinished() and not self.completion.has_unfinished():
-                if until is None:
-                    return
-                time.sleep(0.001)
+            if not self.prompt.has_unfinished() and not self.completion.has_unfinished() and until is None:
+                return
             self.step()
+            if self.prompt.rest() is not None and self.completion.rest() is not None:
+                time.sleep(0.001)  # both wait for a mover
         raise AssertionError("still not done")
 
     def generate(self, requests: Sequence[EngineRequest]) -> list[engine_kit.Answer]:

@@ -22,7 +22,8 @@ def output_of(name: str) -> str:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {p.name for p in EXAMPLES.glob("*.py")} == {"generate.py", "stream_chat.py", "serve_async.py", "own_model.py"}
+    known = {"generate.py", "stream_chat.py", "serve_async.py", "own_model.py", "prefill_decode_pair.py"}
+    assert {p.name for p in EXAMPLES.glob("*.py")} == known
 
 
 def test_a_model_of_ones_own() -> None:
@@ -34,6 +35,13 @@ def test_a_model_of_ones_own() -> None:
 def test_several_callers_of_one_engine() -> None:
     text = output_of("serve_async.py")
     assert "ann: 'The capital of France is Paris.'" in text and "bob: " in text and "cat: " in text
+
+
+@needs_smollm2
+@pytest.mark.nightly
+def test_a_prompt_process_and_a_completion_process() -> None:
+    text = output_of("prefill_decode_pair.py")
+    assert "What is the capital of France? 'The capital of France is Paris.'" in text and "about the sea." in text
 
 
 @needs_smollm2

@@ -95,9 +95,9 @@ asyncio.run(main())
     ("when", "signals"),
     [
         ("loading", [signal.SIGINT]),
-        ("idle", [signal.SIGTERM]),
+        pytest.param("idle", [signal.SIGTERM], marks=pytest.mark.nightly),
         ("stepping", [signal.SIGINT, signal.SIGINT]),
-        ("stepping", [signal.SIGTERM, signal.SIGTERM]),
+        pytest.param("stepping", [signal.SIGTERM, signal.SIGTERM], marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_to_the_front_ends_both_processes(device: str, when: str, signals: list[signal.Signals]) -> None:
