@@ -1,7 +1,7 @@
 """The Rust core: scheduler, KV index and step buffers (see docs/architecture.md for the step and its ring).
 
 A sequence handle is one int, ``generation << 32 | index``; a stale one names nothing. Times are the caller's nanoseconds.
-Calls may come from any thread; ``schedule`` and ``complete`` let go of the interpreter lock once each. After a panic inside the
+Calls may come from any thread; they keep the interpreter lock, but for a wait until another thread's call ends. After a panic inside the
 core every call raises ``EngineDeadError``. A default of ``...`` is empty.
 """
 

@@ -1,7 +1,7 @@
 //! `Core`: the scheduler and its inbox. One lock around the scheduler, none around the inbox.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, OnceLock, TryLockError};
+use std::sync::{Mutex, OnceLock};
 
 use deepinfer_scheduler::{
     Extra, Inbox, NgramConfig, Outcome, PrepFlags, Prepared, RingView, Scheduler, Seq, SlotMap, StepError, StepId,
@@ -9,6 +9,7 @@ use deepinfer_scheduler::{
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
 use pyo3::types::{PyDict, PyList};
 
 use crate::config::CoreConfig;
@@ -71,34 +72,27 @@ impl Core {
         }
     }
 
-    fn locked<T>(&self, f: impl FnOnce(&mut Inner) -> T) -> Option<T> {
-        // A poisoned lock is a fault that `caught` has noted already.
-        self.caught(|| self.inner.lock().ok()?.as_mut().map(f))
-    }
-
-    /// With the scheduler, the interpreter lock kept. `f` must make no Python object that the collector tracks.
+    /// With the scheduler, the interpreter lock kept: letting go of it may cost a switch interval, several hundred times the
+    /// call, if another thread wants it. It is let go of only while another thread has the scheduler. `f` must make no Python
+    /// object that the collector tracks.
     pub fn with<T>(&self, py: Python<'_>, f: impl FnOnce(&mut Inner) -> T) -> PyResult<T> {
-        let called = self.caught(|| {
-            let mut inner = loop {
-                match self.inner.try_lock() {
-                    Ok(inner) => break inner,
-                    Err(TryLockError::Poisoned(_)) => return None,
-                    // Whoever has it may need the interpreter for a round of its rank group.
-                    Err(TryLockError::WouldBlock) => py.detach(|| drop(self.inner.lock())),
-                }
-            };
-            inner.as_mut().map(f)
-        });
-        called.ok_or_else(|| self.dead(py))
+        // A poisoned lock is a fault that `caught` has noted already. Whoever has the scheduler may need the interpreter for a
+        // round of its rank group.
+        self.caught(|| self.inner.lock_py_attached(py).ok()?.as_mut().map(f)).ok_or_else(|| self.dead(py))
     }
 
-    /// With the scheduler, the interpreter lock let go of once.
+    /// The same for what can be refused.
+    fn tried<T, E: PythonError>(&self, py: Python<'_>, f: impl FnOnce(&mut Inner) -> Result<T, E>) -> PyResult<T> {
+        self.with(py, f)?.map_err(|refused| error::raise(py, &refused))
+    }
+
+    /// With the scheduler, the interpreter lock let go of once: for what takes long.
     pub fn detached<T: Send, E: PythonError + Send>(
         &self,
         py: Python<'_>,
         f: impl FnOnce(&mut Inner) -> Result<T, E> + Send,
     ) -> PyResult<T> {
-        match py.detach(|| self.locked(f)) {
+        match py.detach(|| self.caught(|| self.inner.lock().ok()?.as_mut().map(f))) {
             Some(Ok(value)) => Ok(value),
             Some(Err(refused)) => Err(error::raise(py, &refused)),
             None => Err(self.dead(py)),
@@ -281,7 +275,7 @@ impl Core {
     }
 
     fn schedule(&self, py: Python<'_>, now_ns: u64) -> PyResult<i32> {
-        self.detached(py, |inner| inner.schedule(now_ns))
+        self.tried(py, |inner| inner.schedule(now_ns))
     }
 
     fn set_vote(&self, py: Python<'_>, vote: Py<PyAny>) -> PyResult<()> {
@@ -297,7 +291,7 @@ impl Core {
     }
 
     fn plan_dummy(&self, py: Python<'_>, now_ns: u64) -> PyResult<usize> {
-        self.detached(py, |inner| {
+        self.tried(py, |inner| {
             let plan = inner.scheduler.plan_dummy(now_ns)?;
             inner.steps[plan.slot] = plan.step;
             Ok::<_, StepError>(plan.slot)
@@ -305,12 +299,12 @@ impl Core {
     }
 
     fn complete(&self, py: Python<'_>, slot: usize, now_ns: u64) -> PyResult<usize> {
-        self.detached(py, |inner| inner.complete(slot, now_ns))
+        self.tried(py, |inner| inner.complete(slot, now_ns))
     }
 
     #[pyo3(signature = (slot, now_ns = None))]
     fn fail_step(&self, py: Python<'_>, slot: usize, now_ns: Option<u64>) -> PyResult<usize> {
-        self.detached(py, |inner| {
+        self.tried(py, |inner| {
             let (step, now_ns) = (inner.step_of(slot), now_ns.unwrap_or(inner.now_ns));
             Ok::<_, StepError>(inner.scheduler.fail_step(step, now_ns)?.len())
         })

@@ -428,9 +428,19 @@ impl World {
 
 #[test]
 fn random_operations_keep_every_invariant() {
+    run(CASES);
+}
+
+#[test]
+#[ignore = "more than a million operations"]
+fn a_million_random_operations_keep_every_invariant() {
+    run(CASES * 3);
+}
+
+fn run(cases: u32) {
     // The same operations every time; another seed or more cases on request.
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
-    let cases = number("SCHEDULER_FUZZ_CASES").unwrap_or(CASES);
+    let cases = number("SCHEDULER_FUZZ_CASES").unwrap_or(cases);
     let seed = number("SCHEDULER_FUZZ_SEED").unwrap_or(1);
     let cases = Cases {
         cases,
@@ -472,6 +482,7 @@ fn random_operations_keep_every_invariant() {
         ("saves", worlds.borrow().iter().map(|s| s.2).sum(), 500),
         ("row waits", total(|m| m.row_waits), 1),
         ("failed steps", total(|m| m.failed_steps), 200),
+        ("ghost rows", total(|m| m.ghost_rows), 1_000),
         ("stale handles", total(|m| m.stale), 100),
         ("mixed steps", total(|m| m.mixed_steps), 1_000),
         ("stops", total(|m| m.finished[0]), 500),

@@ -264,6 +264,9 @@ impl Rig {
     /// One turn of the engine's loop: plans a step and, when as many are in flight as may be or there is nothing to plan,
     /// has the device run the oldest and completes it. False if nothing could run.
     pub fn step(&mut self) -> bool {
+        if self.queue.len() == self.max_in_flight {
+            return self.finish_oldest();
+        }
         let plan = self.schedule();
         self.queue.extend(plan);
         // A device is done at once or only when it is waited for; the host must not see the difference.
