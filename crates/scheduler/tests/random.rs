@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, RngAlgorithm, TestRng, TestRunner};
 
 const OPS: usize = 420;
-const CASES: u32 = 1000;
+const CASES: u32 = 600;
 const MAX_LEN: u32 = 96;
 
 #[derive(Clone, Debug)]
@@ -434,7 +434,7 @@ fn random_operations_keep_every_invariant() {
 #[test]
 #[ignore = "more than a million operations"]
 fn a_million_random_operations_keep_every_invariant() {
-    run(CASES * 3);
+    run(CASES * 5);
 }
 
 fn run(cases: u32) {
