@@ -75,7 +75,7 @@ class CoreConfig:
     ``handover_lease_ns``; a ``"completion"`` engine takes requests with ``wait_kv`` only.
 
     ``host_blocks`` and ``host_slots`` bound the host memory that victims of preemption are swapped to (see ``Core.set_rates``): page
-    ``j`` of host block ``b`` in a group is its host page ``b * pages_per_block + j``.
+    ``j`` of host block ``b`` in a group is its host page ``b * pages_per_block + j``. Host ids in the ring count from 0.
     """
 
     def __new__(
