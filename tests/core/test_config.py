@@ -105,6 +105,11 @@ def test_layout_follows_the_contract() -> None:
         "clone_states": 2 * seqs,
         "zero_states": seqs,
         "admitted": 4 * seqs,
+        "prev_seq": seqs,
+        "swap_out": 3 * (2 * columns + seqs + tokens),
+        "swap_in": 3 * (2 * columns + seqs + tokens),
+        "swap_out_states": 2 * seqs,
+        "swap_in_states": 2 * seqs,
         "tokens": rows,
         "accepted": seqs,
     }
