@@ -6,8 +6,8 @@ and leaving it, also by an exception, restores the one around it.
 What raises :class:`HiddenSyncError` in a forbidden region: what torch's sync debug mode sees (``.item()``, ``nonzero``, boolean
 masks, blocking copies), and waits that it does not see and that Python asks for (event, stream and device synchronise, elapsed
 time, emptying the allocator's cache). With ``configure(debug=True)`` also every copy between host and device that is not from or
-to page-locked memory, and whatever else made torch wait (``worker.sync_rules``); this costs microseconds an operation and
-is meant for tests.
+to page-locked memory (``worker.sync_rules``); this costs microseconds an operation and is meant for tests. ``record=True`` adds
+a second net, torch's own record of waits.
 
 Scopes belong to threads, torch's mode to the process: it is on while any thread forbids. Another thread may wait explicitly
 meanwhile; an implicit wait of it raises too. Helper threads therefore wait on events.
@@ -120,18 +120,20 @@ def _refusing(wait: Callable[_P, _R], name: str) -> Callable[_P, _R]:
     return checked
 
 
-def configure(*, enabled: bool | None = None, debug: bool | None = None) -> None:
+def configure(*, enabled: bool | None = None, debug: bool | None = None, record: bool = False) -> None:
     """Sets what regions entered from now on do, in the whole process; regions that are open stay as they are.
 
     Args:
         enabled: off, regions change nothing (``DEEPINFER_DISABLE_SYNC_GUARD``).
-        debug: also check every copy and record whatever made torch wait; slow, for tests.
+        debug: also check every copy; slow, for tests.
+        record: with ``debug``, also note whatever made torch wait and raise at the region's end. It stays for the life of the
+            process, in which torch then loses the text of some errors of its own (a tensor freed while one is pending).
     """
     if enabled is not None:
         _process.enabled = enabled
     if debug is not None:
         _process.debug = debug
-        if debug and _process.recorder is None:
+        if debug and record and _process.recorder is None:
             _process.recorder = WaitRecorder(forbidden)
 
 
