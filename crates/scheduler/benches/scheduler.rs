@@ -9,8 +9,11 @@
 
 mod load;
 
+use deepinfer_scheduler::{GroupError, StepVote, ThreadVote, VoteWords};
 use load::{Churn, Load, Shape, Step, decoding};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
 
 const RUNS: usize = 5;
 
@@ -238,6 +241,89 @@ fn long_prompts(seqs: u32, block: u32) -> Row {
     })
 }
 
+/// A rank's end that keeps the time spent in the collective itself.
+struct Clocked {
+    inner: ThreadVote,
+    spent: Arc<AtomicU64>,
+}
+
+impl Clocked {
+    fn time<T>(&mut self, call: impl FnOnce(&mut ThreadVote) -> T) -> T {
+        let start = Instant::now();
+        let result = call(&mut self.inner);
+        self.spent.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        result
+    }
+}
+
+impl StepVote for Clocked {
+    fn start(&mut self, words: VoteWords) -> Result<(), GroupError> {
+        self.time(|vote| vote.start(words))
+    }
+
+    fn wait(&mut self) -> Result<VoteWords, GroupError> {
+        self.time(StepVote::wait)
+    }
+}
+
+/// A rank of a group of threads, the others with 16 sequences each: what a step costs without the collective.
+fn vote(ranks: usize, seqs: u32, block: u32) -> Row {
+    best(|| {
+        let steps = 1000;
+        let shape = |seqs: u32| {
+            let blocks = seqs * (load::PROMPT + block + steps + 200).div_ceil(block) + 64;
+            Shape { seqs, block, blocks, ..Shape::default() }
+        };
+        let done = Arc::new(Barrier::new(ranks));
+        let mut ends = ThreadVote::group(ranks);
+        let inner = ends.pop().unwrap();
+        let start = |shape: Shape, end: Box<dyn StepVote>| {
+            let mut load = decoding(&shape, true, 8000);
+            load.scheduler.set_vote(end).unwrap();
+            load
+        };
+        let others: Vec<_> = ends
+            .into_iter()
+            .map(|end| {
+                let (done, shape) = (Arc::clone(&done), shape(16));
+                std::thread::spawn(move || {
+                    let mut load = start(shape, Box::new(end));
+                    for _ in 0..steps {
+                        load.step(|_| 1);
+                    }
+                    done.wait();
+                })
+            })
+            .collect();
+        let spent = Arc::new(AtomicU64::new(0));
+        let mut load = start(shape(seqs), Box::new(Clocked { inner, spent: Arc::clone(&spent) }));
+        let mut collective = Vec::new();
+        let times: Vec<Step> = (0..steps)
+            .map(|_| {
+                let before = spent.load(Ordering::Relaxed);
+                let mut step = load.step(|_| 1);
+                let inside = Duration::from_nanos(spent.load(Ordering::Relaxed) - before);
+                step.schedule = step.schedule.saturating_sub(inside);
+                collective.push(us(inside));
+                step
+            })
+            .collect();
+        done.wait();
+        for other in others {
+            other.join().unwrap();
+        }
+        assert_eq!(load.scheduler.snapshot().decoding, u64::from(seqs));
+        let median = at(&sorted(collective.into_iter()), 0.5);
+        row(
+            "vote_4_ranks",
+            seqs,
+            block,
+            &times,
+            format!("without the collective: {median:.1} in this group of threads"),
+        )
+    })
+}
+
 fn machine() -> (String, String) {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let cpu = read("/proc/cpuinfo");
@@ -266,6 +352,7 @@ fn main() {
     }
     rows.push(waiting(256, 64));
     rows.push(overlap(256, 64));
+    rows.push(vote(4, 256, 64));
     rows.push(drafts(256, 64));
     rows.push(abort_storm(256, 64, 4096));
     rows.push(long_prompts(256, 64));

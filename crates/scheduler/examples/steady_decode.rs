@@ -1,4 +1,4 @@
-//! Steady decode of 256 sequences for an instruction count: `steady_decode STEPS`.
+//! Steady decode of 256 sequences for an instruction count: `steady_decode STEPS [decode | decode_overlap | drafts_6]`.
 //!
 //! Run under callgrind with two step counts; the difference divided by steps and sequences is the cost of one sequence-step.
 
@@ -14,13 +14,23 @@ const BLOCK: u32 = 64;
 
 fn main() {
     let steps: u32 = std::env::args().nth(1).and_then(|text| text.parse().ok()).unwrap_or(256);
-    let blocks = SEQS * (load::PROMPT + BLOCK + steps + 64).div_ceil(BLOCK) + 64;
-    let shape = Shape { seqs: SEQS, block: BLOCK, blocks, tokens: SEQS * load::PROMPT, ..Shape::default() };
+    let mode = std::env::args().nth(2).unwrap_or_else(|| "decode".to_owned());
+    let (draft, depth) = match mode.as_str() {
+        "drafts_6" => (5, 1),
+        "decode_overlap" => (0, 2),
+        _ => (0, 1),
+    };
+    let blocks = SEQS * (load::PROMPT + BLOCK + (1 + draft) * steps + 64).div_ceil(BLOCK) + 64;
+    let shape = Shape { blocks, tokens: SEQS * load::PROMPT, draft, depth, ..Shape::default() };
     let mut load = decoding(&shape, true, 8000);
-    let before = load.scheduler.snapshot().output_tokens;
+    let before = load.scheduler.snapshot();
     for _ in 0..steps {
-        load.step(|_| 1);
+        if draft > 0 {
+            load.propose();
+        }
+        load.step(|n| if draft > 0 { 1 + (n * 7 % 6) as i32 } else { 1 });
     }
-    let made = load.scheduler.snapshot().output_tokens - before;
-    println!("{SEQS} sequences, {steps} steps, {made} tokens");
+    let after = load.scheduler.snapshot();
+    let rows = after.decode_rows - before.decode_rows;
+    println!("{mode}: {SEQS} sequences, {steps} steps, {rows} rows");
 }

@@ -3,8 +3,8 @@
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)]
 
 use deepinfer_scheduler::{
-    Config, EngineType, FieldView, GroupSpec, Inbox, Limits, Plan, Policy, Prepared, RingView, Root, Scheduler, Seq, Source,
-    header,
+    Config, EngineType, FieldView, GroupSpec, Inbox, Limits, Plan, Policy, Prepared, RingView, Root, Scheduler, Seq,
+    Source, header,
 };
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
