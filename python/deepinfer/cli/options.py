@@ -70,6 +70,11 @@ ENGINE_OPTIONS = (
     ),
     Option("enable_prefix_caching", "reuse KV of prompts that begin alike (default: on)"),
     Option("seed", "makes sampling repeatable", int),
+    Option("speculative", "propose drafts and keep what is right; the answer stays the same", str, ("ngram",)),
+    Option("num_draft_tokens", "most drafts of a sequence and step (default: 4)", int),
+    Option("ngram_min", "fewest of the newest tokens that must have occurred before (default: 2)", int),
+    Option("ngram_max", "most of them that are compared (default: 4)", int),
+    Option("draft_budget", "most draft rows of one step (default: from measured times)", int),
     Option("num_threads", "torch threads of the step loop", int),
     Option("quiet", "leave out the report of what fits and the line on steps every 10 s, both on stderr", negatable=False),
 )

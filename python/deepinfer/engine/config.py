@@ -14,6 +14,7 @@ import torch
 from deepinfer.engine import environ
 from deepinfer.errors import ConfigError, UnsupportedFormatError
 from deepinfer.platforms import Platform, get_platform
+from deepinfer.speculative import SpeculativeSettings
 
 EngineType = Literal["normal", "prompt", "completion"]
 TransferKind = Literal["shm", "tcp"]
@@ -71,6 +72,10 @@ class EngineConfig:
         handover_lease: seconds that a hand-over may take; what is held for it is free after that.
         zero_overhead: plan and launch the next step while the device runs this one; results are the same either way. ``None`` =
             ``DEEPINFER_ZERO_OVERHEAD_SCHEDULING``.
+        speculative: ``ngram`` proposes drafts by prompt lookup (see `deepinfer.speculative`); results are the same, ``None`` = no drafts.
+        num_draft_tokens: most drafts of a sequence and step.
+        ngram_min, ngram_max: how many of the newest tokens must have occurred before, and how many are compared at most.
+        draft_budget: most draft rows of one step; ``None`` = found from the times of completed steps.
         num_threads: torch threads; ``None`` = ``DEEPINFER_NUM_THREADS``, else torch's choice.
         quiet: leave the capacity report out; ``None`` = ``DEEPINFER_QUIET``.
 
@@ -104,6 +109,11 @@ class EngineConfig:
     kv_transfer_token: bytes | None = field(default=None, repr=False)
     handover_lease: float = 60.0
     zero_overhead: bool | None = None
+    speculative: str | None = None
+    num_draft_tokens: int = 4
+    ngram_min: int = 2
+    ngram_max: int = 4
+    draft_budget: int | None = None
     num_threads: int | None = None
     quiet: bool | None = None
 
@@ -139,6 +149,7 @@ class EngineConfig:
             raise ConfigError(f"zero_overhead must be True, False or left out, got {self.zero_overhead!r}")
         self._check_memory()
         self._check_role()
+        _ = self.speculative_settings
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and seqs > tokens:
             raise ConfigError(
@@ -182,6 +193,13 @@ class EngineConfig:
                 raise ConfigError("num_kv_blocks and kv_memory_fraction both size the KV pool; give one of them")
         object.__setattr__(self, "kv_memory_fraction", fraction)
         object.__setattr__(self, "gpu_memory_utilization", fraction)
+
+    @property
+    def speculative_settings(self) -> SpeculativeSettings | None:
+        """Drafting as it was asked for, ``None`` without."""
+        if self.speculative is None:
+            return None
+        return SpeculativeSettings(self.speculative, self.num_draft_tokens, self.ngram_min, self.ngram_max, self.draft_budget)
 
     @classmethod
     def from_args(cls, model: str, **settings: Any) -> EngineConfig:

@@ -44,6 +44,7 @@ from deepinfer.kvcache.layout import KvLayout
 from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, PagedGroup, StateGroup
 from deepinfer.outputs import FinishReason
+from deepinfer.speculative import NgramDrafting
 from deepinfer.worker import sync_guard
 from deepinfer.worker.device_queue import StepTimes, make_queue
 from deepinfer.worker.grammar import DeadEndError, Grammar, fill_masks
@@ -119,7 +120,9 @@ class Engine(EngineHooks):
         self._rates = SwapRates(self._core, self._runner.measure_swap())
         self._log = StepLog(self.metrics, 0.0 if self.run.quiet else INTERVAL)
         self._trace: StepTrace | None = None
-        self._loop = StepLoop(self._core, self._runner, self._depth, self, self.counters)
+        speculative = config.speculative_settings
+        drafting = None if speculative is None else NgramDrafting(self._core, speculative, self.run.max_num_batched_tokens)
+        self._loop = StepLoop(self._core, self._runner, self._depth, self, self.counters, drafting)
         self._answers: dict[int, _Answer] = {}
         self._requests: dict[str, list[int]] = {}
         self._handle_of_slot: NDArray[np.uint64] = np.zeros(self._num_slots, np.uint64)
@@ -135,6 +138,11 @@ class Engine(EngineHooks):
     def _depth(self) -> int:
         """Most steps in flight. A prompt engine plans one at a time: what it makes goes elsewhere after the first token."""
         return 2 if self.run.zero_overhead and self.config.engine_type != "prompt" else 1
+
+    @property
+    def _max_draft(self) -> int:
+        settings = self.config.speculative_settings
+        return 0 if settings is None else settings.num_draft_tokens
 
     @property
     def _num_slots(self) -> int:
@@ -154,6 +162,7 @@ class Engine(EngineHooks):
             max_num_batched_tokens=self.run.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
+            max_draft=self._max_draft,
             ring_slots=RING_SLOTS,
             max_in_flight=self._depth,
             host_blocks=self.swap.blocks,
@@ -187,7 +196,7 @@ class Engine(EngineHooks):
         limits = RunnerLimits(
             max_num_seqs=self.run.max_num_seqs,
             max_num_batched_tokens=self.run.max_num_batched_tokens,
-            max_draft=0,
+            max_draft=self._max_draft,
             num_slots=self._num_slots,
             columns=[row_blocks * (block // g.page_tokens) for g in paged],
             slot_maps=[(m[0], m[1]) for m in self._core.slot_maps()],

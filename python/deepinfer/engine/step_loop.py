@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from deepinfer import _core
 from deepinfer.engine.request import SequenceDelta
 from deepinfer.errors import StepFailedError, StepOrderError
+from deepinfer.speculative import Drafting
 from deepinfer.worker.device_queue import StepTimes
 from deepinfer.worker.runner import ModelRunner, Step, StepResult
-from deepinfer.worker.step_ring import FLAG_GRAMMAR
+from deepinfer.worker.step_ring import FLAG_GRAMMAR, KIND_DECODE
 
 RING_SLOTS = 3
 
@@ -45,6 +46,7 @@ class EngineCounters:
     idle_s: float = 0.0
     prefill_tokens: int = 0
     generated_tokens: int = 0
+    draft_rows: int = 0
     failed_steps: int = 0
     requests: int = 0
 
@@ -96,10 +98,20 @@ class StepLoop:
         depth: most steps in flight, 1 or 2, the core's ``max_in_flight``.
         owner: see :class:`StepOwner`.
         counters: kept up to date.
+        drafting: proposes drafts before each plan, if there is one.
     """
 
-    def __init__(self, core: _core.Core, runner: ModelRunner, depth: int, owner: StepOwner, counters: EngineCounters) -> None:
+    def __init__(
+        self,
+        core: _core.Core,
+        runner: ModelRunner,
+        depth: int,
+        owner: StepOwner,
+        counters: EngineCounters,
+        drafting: Drafting | None = None,
+    ) -> None:
         self._core, self._runner, self._depth, self._owner, self._counters = core, runner, depth, owner, counters
+        self.drafting = drafting
         self._flight: deque[Launched] = deque()
         self._rested = True
 
@@ -115,6 +127,8 @@ class StepLoop:
         if finished:
             self._finish(news)
         begin = time.perf_counter()
+        if self.drafting is not None:
+            self.drafting.propose()
         slot = self._core.schedule(time.monotonic_ns())
         planned = time.perf_counter() - begin
         self._counters.schedule_s += planned
@@ -168,6 +182,8 @@ class StepLoop:
         waited = time.perf_counter()
         times = self._runner.times(launched.step)
         self._flight.popleft()
+        if self.drafting is not None and times is not None:
+            self._tell_drafting(self.drafting, launched, result, times)
         self._core.complete(launched.slot, time.monotonic_ns())
         completed = time.perf_counter()
         c.steps += 1
@@ -175,7 +191,8 @@ class StepLoop:
         c.execute_s += waited - begin
         c.complete_s += completed - waited
         c.prefill_tokens += result.header.rows - result.header.decodes
-        c.generated_tokens += result.header.samples
+        c.generated_tokens += result.header.samples - result.header.draft_rows
+        c.draft_rows += result.header.draft_rows
         if times is not None:
             device, idle = times.commands + times.forward + times.sample, 0.0 if launched.rested else times.idle
             c.device_s += device
@@ -184,6 +201,13 @@ class StepLoop:
             self._core.note_step_times(result.header.step, int(device * 1e9), int(idle * 1e9), int(host * 1e9))
         self._rested = self._rested or not (self._flight or self._core.has_work())
         news += self._owner.step_completed(launched, result, times)
+
+    def _tell_drafting(self, drafting: Drafting, launched: Launched, result: StepResult, times: StepTimes) -> None:
+        """Times of steps with prompts or new sequences in them say nothing about drafts."""
+        header = result.header
+        if header.kind == KIND_DECODE and not header.admitted:
+            rows, accepted = np.diff(launched.sample_off), launched.step.slot.a["accepted"][: header.seqs]
+            drafting.completed(rows, accepted, header.rows, times.forward * 1e3, times.sample * 1e3)
 
     def drop_all(self) -> None:
         """Fails every step in flight, wherever in a turn an interrupt came; returns once the device is done with them.

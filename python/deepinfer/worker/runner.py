@@ -37,6 +37,7 @@ from deepinfer.worker.sampling_state import (
 )
 from deepinfer.worker.step_ring import FLAG_PROMPT_LOGPROBS, Header, RingSlot, StepRing
 from deepinfer.worker.sync_guard import forbid_device_sync
+from deepinfer.worker.verify import accepted_counts, draft_rows
 
 _LOGIT_ROWS = 128  # rows whose logits over the whole vocabulary exist at once when a whole prompt wants them
 
@@ -342,6 +343,8 @@ class ModelRunner:
         state_row = a["state_row"][:n]
         row_slot = np.repeat(state_row, np.diff(a["sample_off"][: n + 1])) if r != n else state_row
         a["row_slot"][:r] = row_slot
+        if step.header.draft_rows:
+            step.chosen.longest = int(np.diff(a["sample_off"][: n + 1]).max())
         if step.header.grammar_rows:
             step.chosen.masks = _store(a["mask_rows"], np.flatnonzero(a["grammar_row"][:r] >= 0))
         flags = self.sampling.flags[row_slot]
@@ -469,8 +472,14 @@ class ModelRunner:
             raw = logits.index_select(0, d["logprob_rows"][: chosen.logprobs])
         if chosen.masks:
             apply_masks(logits, d["mask_rows"][: chosen.masks], self.masks.upload(step.index, chosen.masks))
+        drafts = None
+        if step.header.draft_rows:
+            assert step.batch is not None
+            offsets = d["sample_off"][: step.header.seqs + 1]
+            drafts = draft_rows(step.batch.ids, d["sample_row"][:r], offsets, r, chosen.longest)
         if not chosen.flags:
-            return torch.argmax(logits, dim=-1).to(torch.int32), None
+            tokens = torch.argmax(logits, dim=-1)
+            return tokens.to(torch.int32), None if drafts is None else accepted_counts(tokens, drafts)
         pick = {name: d[name][:count].long() if count else None for name, count in chosen.parts().items()}
         rows = SampleRows(
             slots=d["row_slot"][:r].long(),
@@ -480,12 +489,13 @@ class ModelRunner:
             plain=pick["plain_rows"],
             ranked=pick["ranked_rows"],
             max_top_k=chosen.max_top_k,
+            drafts=drafts,
         )
         tokens = self._sampler(logits, rows)
         if raw is not None:
             found = gather_logprobs(raw, tokens[d["logprob_rows"][: chosen.logprobs].long()], max(step.result.logprob_counts))
             step.result.logprobs = found.to_host(self._pinned)
-        return tokens.to(torch.int32), None
+        return tokens.to(torch.int32), None if drafts is None else accepted_counts(tokens, drafts)
 
     def _prompt_logprobs(self, hidden: torch.Tensor, piece: PromptPiece, result: StepResult) -> None:
         """Log-probabilities of the prompt token after each prompt row of a piece."""
@@ -509,6 +519,7 @@ class _Chosen:
     logprobs: int = 0
     masks: int = 0
     max_top_k: int = 0
+    longest: int = 1  # most sampling rows of a sequence
 
     def parts(self) -> dict[str, int]:
         """Ring field of each selection for the sampler, and its length."""
