@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -102,16 +103,23 @@ def test_every_pattern_of_accepted_drafts_gives_the_undrafted_answer(device: str
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlapped"])
-def test_preemption_in_the_middle_leaves_no_trace(device: str, plain: list[Answer], overlap: bool) -> None:
-    with drafting_engine(device, overlap, num_kv_blocks=9, max_model_len=80) as engine:
-        before = engine.core_stats()["preemptions"]
-        answers, _ = scripted(engine, plain, lambda name, turn: PATTERNS[(turn * 3 + int(name)) % len(PATTERNS)])
-        assert engine.core_stats()["preemptions"] > before
-        for kind, a, b in zip(KINDS, answers, plain, strict=True):
+@pytest.mark.parametrize("host_memory", [0.0, 0.01], ids=["recomputed", "swapped"])
+def test_preemption_in_the_middle_leaves_no_trace(device: str, overlap: bool, host_memory: float) -> None:
+    prompts = random_prompts([6, 9, 7, 8, 5], seed=6)
+    params = [replace(p, max_tokens=56) for p in KINDS]
+    with make_engine(tiny_checkpoint("llama"), device, zero_overhead=False, max_num_seqs=8, block_size=16, max_model_len=80) as engine:
+        want = generate(engine, prompts, params)
+    with drafting_engine(device, overlap, num_kv_blocks=11, max_model_len=80, swap_space_gib=host_memory) as engine:
+        truth = {str(i): a.tokens for i, a in enumerate(want)}
+        engine._loop.drafting = Scripted(engine, truth, lambda name, turn: PATTERNS[(turn * 3 + int(name)) % len(PATTERNS)])
+        answers = generate(engine, prompts, params)
+        stats = engine.core_stats()
+        assert stats["preemptions"] > 0
+        assert stats["accepted"] > 0
+        for kind, a, b in zip(KINDS, answers, want, strict=True):
             assert same_bits(a, b), kind
         assert engine._core.check() is None
-        counts = engine.core_counts()
-        assert counts["groups"][0]["held"] == 0
+        assert engine.core_counts()["groups"][0]["held"] == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlapped"])
