@@ -166,6 +166,8 @@ impl Scheduler {
         metrics.output_tokens += (n - irregular.len()) as u64;
     }
 
+    // Bitwise on purpose, as above.
+    #[allow(clippy::needless_bitwise_bool)]
     /// The tokens of every decoding lane that had rows in the step, wherever it is by now. Lanes that need more than an append
     /// are noted.
     fn ragged_pass<const UNIFORM: bool>(&mut self, launch: &Launch) {
@@ -218,7 +220,7 @@ impl Scheduler {
                 let mut fine = true;
                 for &token in &tokens[first..first + got] {
                     fine &= (token as u32) < vocab;
-                    fine &= stops.iter().all(|&stop| stop != token);
+                    fine &= !stops.iter().fold(false, |hit, &stop| hit | (stop == token));
                 }
                 let (before, after) = (start >> shift, end >> shift);
                 if before != after {

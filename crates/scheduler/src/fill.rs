@@ -68,6 +68,24 @@ fn iota(to: &mut [i32]) {
     }
 }
 
+/// Words that `count_up` writes at once.
+const WIDE: usize = 8;
+
+/// Writes `rows` consecutive numbers to the head of `to`. A few behind them may be written too: what follows there is written
+/// later, or means nothing.
+#[inline]
+fn count_up(to: &mut [i32], rows: usize, first: i32) {
+    if rows <= WIDE
+        && let Some(wide) = to.first_chunk_mut::<WIDE>()
+    {
+        *wide = std::array::from_fn(|k| first.wrapping_add(k as i32));
+        return;
+    }
+    for (to, number) in to[..rows].iter_mut().zip(first..) {
+        *to = number;
+    }
+}
+
 impl Scheduler {
     /// Writes the planned rows and commands; the step is in flight from here on.
     pub(crate) fn fill(&mut self) -> Plan {
@@ -82,7 +100,7 @@ impl Scheduler {
         launch.version = self.lanes.version;
         launch.uniform = self.lanes.rows[..decoding].iter().all(|&rows| rows == 1);
         let mut totals = Totals::default();
-        self.fill_previous(slot, ahead, &mut totals);
+        self.fill_previous(slot, ahead, launch.uniform, &mut totals);
         if launch.uniform {
             self.fill_plain(&mut launch, &mut totals);
         } else {
@@ -131,7 +149,7 @@ impl Scheduler {
     }
 
     /// `prev_seq` of the decoding sequences: their index in the step in flight where that step draws the token they start from.
-    fn fill_previous(&mut self, slot: usize, ahead: bool, totals: &mut Totals) {
+    fn fill_previous(&mut self, slot: usize, ahead: bool, uniform: bool, totals: &mut Totals) {
         let Lanes { rows, planned, confirmed, sent, decoding, .. } = &self.lanes;
         let to = &mut self.ring.get_mut(slot, F::PrevSeq)[..*decoding];
         if !ahead {
@@ -140,6 +158,16 @@ impl Scheduler {
         }
         let sent = &sent[parity(self.step - 1)][..*decoding];
         let (rows, planned, confirmed) = (&rows[..*decoding], &planned[..*decoding], &confirmed[..*decoding]);
+        if uniform {
+            let mut drawn = 0;
+            for (lane, to) in to.iter_mut().enumerate() {
+                let ahead = planned[lane] > confirmed[lane];
+                *to = if ahead { sent[lane] as i32 } else { -1 };
+                drawn += i32::from(ahead);
+            }
+            totals.placeholders = drawn;
+            return;
+        }
         let (mut at, mut known) = (0, 0);
         for (lane, &before) in sent.iter().enumerate() {
             let drawn = planned[lane] > confirmed[lane];
@@ -272,9 +300,7 @@ impl Scheduler {
             state_row[index] = state as i32;
             seq_flags[index] = seq_flag::SAMPLES;
             let end = at + rows as usize;
-            for (to, position) in pos[at..end].iter_mut().zip(next..) {
-                *to = position as i32;
-            }
+            count_up(&mut pos[at..], rows as usize, next as i32);
             ids[at] = lanes.last[lane];
             for (to, &draft) in ids[at + 1..end].iter_mut().zip(kv.tables.drafts(state)) {
                 *to = draft as i32;
@@ -303,10 +329,17 @@ impl Scheduler {
             let mut at = 0;
             for lane in 0..n {
                 let (next, rows) = (lanes.planned[lane], lanes.rows[lane]);
-                if rows > 0 {
-                    fill_slots(&mut to[at..at + rows as usize], next, lanes.state[lane], map, kv, geometry);
-                    at += rows as usize;
+                if rows == 0 {
+                    continue;
                 }
+                let within = next & ((1 << map.page_shift) - 1);
+                if map.group == 0 && map.ratio_shift == 0 && within + rows <= map.entries {
+                    // All in the block that is open.
+                    count_up(&mut to[at..], rows as usize, (lanes.open[lane] * map.entries + within) as i32);
+                } else {
+                    fill_slots(&mut to[at..at + rows as usize], next, lanes.state[lane], map, kv, geometry);
+                }
+                at += rows as usize;
             }
         }
         for lane in 0..n {
