@@ -12,6 +12,7 @@ __all__ = [
     "DEBUG",
     "HEADER_WORDS",
     "OUTPUT_WORDS",
+    "VOTE_WORDS",
     "Core",
     "CoreConfig",
     "KvTicket",
@@ -26,6 +27,7 @@ __all__ = [
 
 HEADER_WORDS: Final[int]
 OUTPUT_WORDS: Final[int]
+VOTE_WORDS: Final[int]
 DEBUG: Final[bool]  # built with debug assertions: step buffers are poisoned when they are returned, and times mean nothing
 
 @final

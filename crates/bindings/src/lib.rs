@@ -28,6 +28,7 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("HEADER_WORDS", deepinfer_scheduler::HEADER_WORDS)?;
     module.add("OUTPUT_WORDS", deepinfer_scheduler::OUTPUT_WORDS)?;
+    module.add("VOTE_WORDS", deepinfer_scheduler::VOTE_WORDS)?;
     module.add("DEBUG", cfg!(debug_assertions))?;
     module.add_class::<config::PagedGroup>()?;
     module.add_class::<config::StateGroup>()?;

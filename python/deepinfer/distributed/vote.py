@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from deepinfer._core import VOTE_WORDS
 from deepinfer.errors import ConfigError, RankGroupError
-
-VOTE_WORDS = 8
 
 
 class StepVote(Protocol):

@@ -11,7 +11,7 @@ mod mover;
 
 use deepinfer_scheduler::{
     Config, EngineType, FieldView, Finish, GroupSpec, Inbox, Limits, Outputs, Plan, Policy, Prepared, Reject, RingView,
-    Root, Scheduler, Seq, Source, Status, StepId, out,
+    Root, Scheduler, Seq, Source, Status, StepId, StepKind, out,
 };
 use device::{Device, Flight, Stream};
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
@@ -315,7 +315,9 @@ impl Rig {
         self.clock += 1;
         let plan = self.scheduler.schedule(self.clock).unwrap();
         if let Some(plan) = plan {
-            let flight = self.launch(&plan);
+            // A rank group may have agreed on a step without rows of this rank.
+            let dummy = plan.kind == StepKind::Dummy;
+            let flight = if dummy { Flight::default() } else { self.launch(&plan) };
             self.flights.insert(plan.step.0, flight);
         }
         self.verify();

@@ -1,0 +1,249 @@
+"""Rank groups over torch.distributed: processes that agree on every step, and what becomes of them when one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deepinfer
+from core_driver import Driver, prompt
+from deepinfer import _core
+from deepinfer.distributed import TorchVote
+from deepinfer.errors import ConfigError, EngineDeadError, RankGroupError, StepOrderError
+
+RANKS = 4
+HERE = Path(__file__).resolve().parent
+
+
+class Group:
+    """Rank processes of one test."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        # The package under test, wherever it lies, before any other of its name.
+        path = os.pathsep.join([str(Path(deepinfer.__file__).parent.parent), str(HERE.parent), *sys.path])
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, str(HERE / "rank.py"), str(rank), str(RANKS), str(folder), str(steps), "5"],
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                cwd=folder,
+                stderr=(folder / f"{rank}.err").open("w"),
+            )
+            for rank in range(RANKS)
+        ]
+
+    def result(self, rank: int, seconds: float) -> dict[str, Any]:
+        """What a rank wrote at its end."""
+        try:
+            self.ranks[rank].wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"rank {rank} hangs")
+        path = self.folder / f"{rank}.json"
+        if not path.is_file():
+            pytest.fail((self.folder / f"{rank}.err").read_text()[-2000:])
+        return json.loads(path.read_text())
+
+    def wait_for_steps(self, rank: int, seconds: float) -> None:
+        """Until a rank has made some steps."""
+        end = time.monotonic() + seconds
+        path = self.folder / f"{rank}.steps"
+        while not (path.is_file() and path.read_text()):
+            if time.monotonic() > end or self.ranks[rank].poll() is not None:
+                pytest.fail((self.folder / f"{rank}.err").read_text()[-2000:] or f"rank {rank} makes no steps")
+            time.sleep(0.02)
+
+
+def run(folder: Path, steps: int) -> Iterator[Group]:
+    group = Group(folder, steps)
+    try:
+        yield group
+    finally:
+        for rank in group.ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.wait()
+
+
+@pytest.fixture
+def finite(tmp_path: Path) -> Iterator[Group]:
+    yield from run(tmp_path, 2000)
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Iterator[Group]:
+    yield from run(tmp_path, 10**9)
+
+
+def test_four_processes_make_the_same_two_thousand_steps(finite: Group) -> None:
+    results = [finite.result(rank, 120) for rank in range(RANKS)]
+    assert [r["error"] for r in results] == [None] * RANKS
+    first = results[0]
+    assert len(first["kinds"]) == 2000
+    assert {1, 2} <= set(first["kinds"])
+    assert all(r["kinds"] == first["kinds"] for r in results), "another kind of step on some rank"
+    assert len({r["rounds"] for r in results}) == 1, "another number of rounds on some rank"
+    assert all(r["votes"] == first["votes"] for r in results)
+    assert all(r["output"] > 0 for r in results)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)], ids=["killed", "hanging"])
+def test_a_rank_that_is_lost_is_reported_by_the_others_within_ten_seconds(endless: Group, how: signal.Signals) -> None:
+    for rank in range(RANKS):
+        endless.wait_for_steps(rank, 60)
+    endless.ranks[1].send_signal(how)
+    lost = time.time()
+    for rank in (0, 2, 3):
+        result = endless.result(rank, 20)
+        assert result["noticed"] - lost < 10
+        assert result["error"].startswith("rank group: contact with a rank is lost (rank ")
+
+
+class Alone:
+    """A vote of one rank in Python; the next answer can be replaced."""
+
+    def __init__(self) -> None:
+        self.words: list[int] | None = None
+        self.answer: Any = None
+        self.raises: Exception | None = None
+        self.closed = 0
+
+    def start(self, words: list[int]) -> None:
+        assert self.words is None and len(words) == 8
+        self.words = words
+
+    def wait(self) -> Any:
+        words, self.words = self.words, None
+        if self.raises is not None:
+            raise self.raises
+        return words if self.answer is None else self.answer
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_steps_of_a_group_hold_one_kind_of_rows() -> None:
+    driver, vote = Driver(all_interval=2, any_interval=2), Alone()
+    driver.core.set_vote(vote)
+    for i in range(3):
+        driver.core.add(prompt(20, i), max_new_tokens=12)
+    assert driver.step() is None, "nothing is agreed before the first round"
+    kinds = []
+    for _ in range(60):
+        slot = driver.schedule()
+        if slot < 0:
+            if driver.core.is_group_asleep() and not driver.core.has_work():
+                break
+            driver.core.flush()
+            continue
+        kinds.append(int(driver.ring[slot]["header"][0]))
+        assert driver.ring[slot]["header"][23] == kinds[-1]
+        assert driver.ring[slot]["header"][16] >= driver.ring[slot]["header"][3]
+        driver.sample(slot)
+        driver.complete(slot)
+    assert set(kinds) == {1, 2}
+    assert driver.core.stats()["finished_length"] == 3
+    votes = driver.core.metrics()["votes"]
+    assert (votes["prefill"], votes["decode"]) == (kinds.count(1), kinds.count(2))
+    driver.core.close()
+    assert vote.closed == 1
+
+
+@pytest.mark.parametrize("answer", [[1] * 7, [1] * 9, None.__class__, "abcdefgh", [2**63] * 8, [1.5] * 8, [-1] * 8, [9] * 8])
+def test_an_answer_that_no_group_gives_is_an_error_that_stays(answer: Any) -> None:
+    driver, vote = Driver(), Alone()
+    driver.core.set_vote(vote)
+    handle = driver.core.add(prompt(5), max_new_tokens=3)[0]
+    driver.step()
+    vote.answer = answer
+    for _ in range(2):
+        with pytest.raises(RankGroupError, match="rank group"):
+            driver.schedule()
+        vote.answer = None
+    driver.check_counts()
+    assert driver.core.info(handle) is not None
+
+
+def test_what_a_vote_raises_is_named_and_stays() -> None:
+    driver, vote = Driver(), Alone()
+    driver.core.set_vote(vote)
+    vote.raises = OSError("the cable is cut")
+    for _ in range(2):
+        with pytest.raises(RankGroupError, match="the cable is cut"):
+            driver.schedule()
+        vote.raises = None
+
+
+def test_a_failed_step_is_told_to_the_group_once() -> None:
+    driver, vote = Driver(), Alone()
+    driver.core.set_vote(vote)
+    driver.core.add(prompt(5), max_new_tokens=30)
+    driver.step()
+    slot = driver.schedule()
+    driver.core.fail_step(slot)
+    driver.step()
+    with pytest.raises(RankGroupError, match="failed on at least one rank"):
+        driver.schedule()
+    driver.core.add(prompt(5), max_new_tokens=3)
+    assert sum(row[4] for _ in range(8) for row in driver.step() or []) == 3, "the group goes on"
+    driver.core.fail_group()
+    driver.step()
+    with pytest.raises(RankGroupError):
+        driver.step()
+
+
+def test_what_cannot_be_a_group_is_refused() -> None:
+    mixed = Driver(step_policy="mixed")
+    with pytest.raises(ConfigError, match="step_policy"):
+        mixed.core.set_vote(Alone())
+    driver = Driver()
+    driver.core.add(prompt(5), max_new_tokens=3)
+    slot = driver.schedule()
+    with pytest.raises(StepOrderError, match="in flight"):
+        driver.core.set_vote(Alone())
+    driver.core.fail_step(slot)
+    with pytest.raises(RankGroupError, match="start"):
+        driver.core.set_vote(object())
+    driver.core.set_vote(Alone())
+    with pytest.raises(StepOrderError, match="dummies"):
+        driver.core.plan_dummy(1)
+    with pytest.raises(ConfigError, match="init_process_group"):
+        TorchVote()
+
+
+def test_other_threads_may_ask_the_core_while_a_round_waits() -> None:
+    """A round needs the interpreter while the core is in use: whoever asks the core meanwhile must not hold it."""
+    import threading
+
+    driver = Driver()
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(Alone):
+        def wait(self) -> Any:
+            inside.set()
+            assert go.wait(20)
+            return super().wait()
+
+    driver.core.set_vote(Slow())
+    stepping = threading.Thread(target=driver.schedule)
+    stepping.start()
+    assert inside.wait(20)
+    asking = threading.Thread(target=driver.core.stats)
+    asking.start()
+    time.sleep(0.05)
+    go.set()
+    stepping.join(20)
+    asking.join(20)
+    assert not stepping.is_alive() and not asking.is_alive()
+    driver.core.close()
+    with pytest.raises(EngineDeadError):
+        driver.core.set_vote(Alone())
+    assert _core.VOTE_WORDS == 8
