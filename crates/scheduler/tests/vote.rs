@@ -111,9 +111,9 @@ fn threads(ranks: usize, steps: u64, in_flight: u32) -> Vec<Vec<Option<(StepKind
             let mut gap = 0;
             for step in 0..steps {
                 let chance = common::mix(rank as u64, step);
-                if rank + 1 < ranks && chance % 6 == 0 {
+                if rank + 1 < ranks && chance.is_multiple_of(6) {
                     let seq = rig.add(&prompt(chance, 1 + chance as u32 % 70), 1 + (chance >> 8) as u32 % 25);
-                    if chance % 5 == 0 {
+                    if chance.is_multiple_of(5) {
                         rig.inbox.abort(seq).unwrap();
                     }
                 }

@@ -340,7 +340,9 @@ impl World {
             .collect();
         ranks.sort_unstable();
         let mut hasher = DefaultHasher::new();
-        ranks.iter().for_each(|&rank| hasher.write_u64(rank));
+        for rank in ranks {
+            hasher.write_u64(rank);
+        }
         hasher.write_u8(u8::from(self.surprised) | u8::from(self.empty) << 1);
         hasher.write_u32(self.told_in.unwrap_or(9));
         hasher.finish()

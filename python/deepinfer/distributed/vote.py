@@ -51,7 +51,7 @@ class TorchVote:
             raise ConfigError(f"timeout_s is {timeout_s}; give seconds above 0")
         self._timeout = timedelta(seconds=timeout_s)
         group = dist.new_group(ranks=list(ranks) if ranks is not None else None, timeout=self._timeout, backend=backend)
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
+        if not isinstance(group, dist.ProcessGroup):
             raise ConfigError(f"rank {dist.get_rank()} is not one of the ranks {ranks} that vote")
         self._group: dist.ProcessGroup | None = group
         self._work: dist.Work | None = None
