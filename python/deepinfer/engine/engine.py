@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from deepinfer import _core
 from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
+from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
 from deepinfer.engine.hooks import Admission, EngineHooks
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
@@ -47,7 +48,6 @@ from deepinfer.outputs import FinishReason
 from deepinfer.speculative import NgramDrafting
 from deepinfer.worker import sync_guard
 from deepinfer.worker.device_queue import StepTimes, make_queue
-from deepinfer.worker.grammar import DeadEndError, Grammar, fill_masks
 from deepinfer.worker.logprobs import HostLogprobs
 from deepinfer.worker.runner import ModelRunner, RunnerLimits, StepResult
 from deepinfer.worker.sampling_state import RowSampling
@@ -72,8 +72,6 @@ class _Answer:
     cached_tokens: int = 0
     told: bool = False
     produced: int = 0  # leading output tokens that another engine made and told
-    grammar: Grammar | None = None
-    error: str | None = None
 
 
 class Engine(EngineHooks):
@@ -117,6 +115,7 @@ class Engine(EngineHooks):
         self._core = _core.Core(self._core_config(paged, state))
         self._runner = self._make_runner(paged, state)
         self._core.register_ring(self._runner.ring.registration())
+        self._grammars = GrammarRows(self._core, self._runner)
         self._rates = SwapRates(self._core, self._runner.measure_swap())
         self._log = StepLog(self.metrics, 0.0 if self.run.quiet else INTERVAL)
         self._trace: StepTrace | None = None
@@ -229,7 +228,7 @@ class Engine(EngineHooks):
         """
         self._add(request)
 
-    def take_over(self, record: bytes, grammar: Callable[[], Grammar] | None = None) -> None:
+    def take_over(self, record: bytes, grammar: MakeGrammar | None = None) -> None:
         """Goes on with a request that a prompt engine handed over under ``record`` (see `deepinfer.kvcache.handover`).
 
         ``grammar``: of the request, if it has one; the record has its name only. The owner of the KV is told to let go on every way
@@ -305,30 +304,16 @@ class Engine(EngineHooks):
         self._requests[request.request_id] = list(handles)
         self.counters.requests += 1
         if request.grammar is not None:
-            self._runner.masks.prepare()
             for handle in handles:
-                self._make_grammar(handle, request.grammar, produced)
+                self._grammars.add(handle, request.grammar, produced)
         return handles[0]
-
-    def _make_grammar(self, handle: int, make: Callable[[], Grammar], produced: Sequence[int]) -> None:
-        """Makes an answer's grammar and moves it over what was produced elsewhere."""
-        answer = self._answers[handle]
-        try:
-            made = make()
-            refused = next((token for token in produced if not made.accept(token)), None)
-            if refused is None:
-                answer.grammar = made
-            else:
-                answer.error = f"the grammar refuses token {refused}, which another engine made"
-        except Exception as e:
-            answer.error = f"the grammar cannot be used: {type(e).__name__}: {e}"
-        self._core.grammar_ready(handle, answer.grammar is not None)
 
     def abort(self, request_id: str) -> None:
         """Ends all answers of a request at once; no delta of it follows. Unknown and finished ids are ignored."""
         for handle in self._requests.pop(request_id, ()):
             if self._answers.pop(handle, None) is not None:
                 self._core.abort(handle)
+                self._grammars.forget(handle)
                 if self._role is not None:
                     self._role.forget(handle)
         if self._role is not None:
@@ -430,6 +415,13 @@ class Engine(EngineHooks):
             self._keep_prompt_logprobs(int(launched.handles[piece.index]), piece.start, piece.values)
         return self._deltas()
 
+    def _move_grammar(self, handle: int, count: int, first: int) -> None:
+        self._grammars.move(handle, count, lambda: [first] if count == 1 else self._output(handle)[-count:])
+
+    def fill_masks(self, launched: Launched) -> None:
+        """Writes the masks of a launched step's grammar rows."""
+        self._grammars.fill(launched)
+
     def step_failed(self, error: StepFailedError) -> list[SequenceDelta]:
         """The step's sequences have ended; the core released their KV, nothing of it was published."""
         self.last_failure = error
@@ -491,7 +483,7 @@ class Engine(EngineHooks):
                 late = self._role.late(handle) if isinstance(self._role, CompletionRole) else None
                 if late is not None:
                     delta.error_kind = HandoverError.__name__
-                delta.error = answer.error or error or late or "the engine ended this request"
+                delta.error = self._grammars.error_of(handle) or error or late or "the engine ended this request"
             self._forget(handle, answer)
         return delta
 
@@ -538,52 +530,6 @@ class Engine(EngineHooks):
             for i in range(len(values.rank)):
                 answer.prompt_logprobs[start + i] = _token_logprobs(values, i, values.ids.shape[1] - 1)
 
-    # Grammars
-
-    def _move_grammar(self, handle: int, count: int, first: int) -> None:
-        """Tells a grammar the tokens of its sequence that the core kept; one that refuses ends its request."""
-        answer = self._answers.get(handle)
-        if answer is None or answer.grammar is None or answer.error is not None:
-            return
-        tokens = [first] if count == 1 else self._output(handle)[-count:]
-        accepted = 0
-        try:
-            while accepted < count and answer.grammar.accept(tokens[accepted]):
-                accepted += 1
-            why = f"the grammar refuses token {tokens[accepted]}" if accepted < count else ""
-        except Exception as e:
-            why = f"the grammar failed with {type(e).__name__}: {e}"
-        if why:
-            self._end_grammar(handle, answer, count - accepted, why)
-
-    def fill_masks(self, launched: Launched) -> None:
-        """Writes the masks of a launched step's grammar rows; nothing that a grammar raises leaves its own request."""
-        fields = self._runner.ring.slots[launched.slot].a
-        masks = self._runner.masks.host(launched.slot)
-        at = 0
-        for i in launched.grammars:
-            first, end = int(launched.sample_off[i]), int(launched.sample_off[i + 1])
-            rows = masks[at : at + end - first]
-            at += end - first
-            handle = int(launched.handles[i])
-            answer = self._answers.get(handle)
-            if answer is None or answer.grammar is None or answer.error is not None or not len(rows):
-                rows[:] = -1  # a sequence that has ended meanwhile: nothing of its rows is kept
-                continue
-            drafts = fields["ids"][fields["sample_row"][first + 1 : end]].tolist()
-            try:
-                fill_masks(answer.grammar, rows, drafts)
-            except Exception as e:
-                rows[:] = -1
-                why = str(e) if isinstance(e, DeadEndError) else f"the grammar failed with {type(e).__name__}: {e}"
-                self._end_grammar(handle, answer, 0, why)
-
-    def _end_grammar(self, handle: int, answer: _Answer, beyond: int, why: str) -> None:
-        """Ends one answer, and no other, without its last ``beyond`` tokens."""
-        answer.error = why
-        if (info := self._core.info(handle)) is not None:
-            self._core.stop_at(handle, info["output_tokens"] - beyond, "error")
-
     # Faults and the end
 
     def abort_all(self) -> None:
@@ -597,6 +543,7 @@ class Engine(EngineHooks):
 
     def _forget(self, handle: int, answer: _Answer) -> None:
         self._answers.pop(handle, None)
+        self._grammars.forget(handle)
         if self._role is not None:
             self._role.forget(handle)
         handles = self._requests.get(answer.request.request_id)
@@ -645,7 +592,7 @@ class Engine(EngineHooks):
             self._role.close()
         self._runner.close()
         self._core.close()
-        del self._loop, self._role, self._runner, self.model
+        del self._loop, self._grammars, self._role, self._runner, self.model
         gc.unfreeze()
         gc.collect()
         if self.run.platform.name == "cuda":
