@@ -134,6 +134,8 @@ class Step:
         self.pieces: list[PromptPiece] = []
         self.before = before  # until its tokens have been taken, so that steps do not chain
         self.before_ticket = None if before is None else before.ticket
+        self.follows = None if before is None or before.waited else before  # planned while that one was in flight
+        self.stored = self.waited = False  # its table deltas are written; it has been waited for
         self.left: StepTokens | None = None  # what the next step may need, once sampled
         self.batch: ForwardBatch | None = None
         self.hidden: torch.Tensor | None = None
@@ -234,7 +236,8 @@ class ModelRunner:
         try:
             self.queue.wait(step.ticket)
         finally:
-            step.before = step.batch = step.hidden = None
+            step.waited = True
+            step.before = step.follows = step.batch = step.hidden = None
         return step.result
 
     def times(self, step: Step) -> StepTimes | None:
@@ -395,6 +398,8 @@ class ModelRunner:
     def _commands(self, step: Step) -> None:
         """The upload, and what moves or clears pages, states and sampling values before the forward reads or writes any."""
         slot, header = step.slot, step.header
+        if step.follows is not None and step.follows.ticket.error is not None and not step.follows.stored:
+            raise RuntimeError("the step before it failed before its block table was written")
         slot.upload()
         if step.result.swapped_bytes:
             self._swap_out(slot, header)
@@ -404,14 +409,15 @@ class ModelRunner:
             slots = slot.d["admitted"].view(-1, 4)[: header.admitted, 0].long()
             self.sampling.table.index_copy_(0, slots, slot.d["params"].view(-1, NUM_COLUMNS)[: header.admitted])
         self.inputs.apply_deltas(slot, header)
+        step.stored = True
         if header.zeroes:
             self.kv.zero_states(slot.d["zero_states"][: header.zeroes])
+        if step.result.swapped_bytes:  # ahead of clones: a fork may begin in the step that brings its parent's pages back
+            self._swap_in(slot, header)
         if header.state_clones:
             self.kv.clone_states(slot.d["clone_states"][: 2 * header.state_clones].view(-1, 2))
         if header.block_clones:
             self.kv.clone_blocks(slot.d["clone_blocks"][: 3 * header.block_clones].view(-1, 3))
-        if step.result.swapped_bytes:
-            self._swap_in(slot, header)
 
     def _swap_out(self, slot: RingSlot, header: Header) -> None:
         """Copies of victims, before anything writes the pages they leave."""
