@@ -134,8 +134,9 @@ class Step:
         self.pieces: list[PromptPiece] = []
         self.before = before  # until its tokens have been taken, so that steps do not chain
         self.before_ticket = None if before is None else before.ticket
+        self.stored: bool = False  # its table deltas are written
+        self.waited: bool = False
         self.follows = None if before is None or before.waited else before  # planned while that one was in flight
-        self.stored = self.waited = False  # its table deltas are written; it has been waited for
         self.left: StepTokens | None = None  # what the next step may need, once sampled
         self.batch: ForwardBatch | None = None
         self.hidden: torch.Tensor | None = None
