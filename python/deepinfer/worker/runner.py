@@ -399,8 +399,9 @@ class ModelRunner:
     def _commands(self, step: Step) -> None:
         """The upload, and what moves or clears pages, states and sampling values before the forward reads or writes any."""
         slot, header = step.slot, step.header
-        if step.follows is not None and step.follows.ticket.error is not None and not step.follows.stored:
-            raise RuntimeError("the step before it failed before its block table was written")
+        cause = None if step.follows is None or step.follows.stored else step.follows.ticket.error
+        if cause is not None:
+            raise RuntimeError(f"the step before it failed before its block table was written: {cause}") from cause
         slot.upload()
         if step.result.swapped_bytes:
             self._swap_out(slot, header)
