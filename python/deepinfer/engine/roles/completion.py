@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from deepinfer import _core
     from deepinfer.worker.runner import ModelRunner
 
-_THREADS = 4
+_THREADS = 8
 _RETRY = 0.005
 """Seconds between two tries to reserve blocks while nothing runs."""
 
@@ -95,7 +95,11 @@ class CompletionRole:
         """Adds a checked record's sequence through ``add(number)``, which gives the core's handle or raises; gives the handle."""
         number = next(self._numbers)
         self._tickets[number] = record.ticket
-        handle = add(number)  # if it raises, the core names the number among its releases
+        try:
+            handle = add(number)
+        except Exception:
+            self.refuse(self._tickets.pop(number))
+            raise
         self._incoming[handle] = _Incoming(record, handle)
         return handle
 

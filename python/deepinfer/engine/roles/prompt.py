@@ -152,6 +152,7 @@ class PromptRole:
         for ticket in (*self._transport.ended(), *overdue):
             gone = self._offered.pop(ticket, None)
             if gone is not None:
+                gone.ticket = b""  # nothing is left to release
                 self._drop(gone)
         return news
 
@@ -169,7 +170,8 @@ class PromptRole:
     def _drop(self, out: _Outgoing) -> None:
         del self._outgoing[out.handle]
         if out.ticket:
-            self._mover.send_off(lambda: self._transport.release(out.ticket))
+            ticket = out.ticket
+            self._mover.send_off(lambda: self._transport.release(ticket))
         self._core.release(out.handle)
         self._settling = True
 

@@ -86,4 +86,6 @@ def open_transport(config: EngineConfig, layout: KvLayout, max_offers: int) -> T
     Raises:
         ConfigError, KvTransferError: the address or another setting cannot be used.
     """
-    return CoreTransport(config.kv_transfer, layout.canonical, config.kv_transfer_token, config.kv_transfer_address, max_offers)
+    # Only a prompt engine offers: the other one's end listens where nobody comes, and never takes its neighbour's port.
+    address = config.kv_transfer_address if config.engine_type == "prompt" else "127.0.0.1:0"
+    return CoreTransport(config.kv_transfer, layout.canonical, config.kv_transfer_token, address, max_offers)
