@@ -55,7 +55,7 @@ pub use inbox::{Inbox, Outcome};
 pub use layout::{Field, HEADER_WORDS, header, seq_flag};
 pub use metrics::{DRAFT_POSITIONS, Drafts, Metrics, StepTimes, VoteOutcome, Votes};
 pub use mtp::{MtpConfig, MtpRuntime};
-pub use ngram::NgramConfig;
+pub use ngram::{NgramConfig, NgramIndex};
 pub use output::{FIRST, OUTPUT_WORDS, Outputs, STREAMS, out};
 pub use plan::{Plan, StepKind};
 pub use pool::{Finish, Status, Times};
