@@ -100,9 +100,15 @@ def make_plan(
     if rows == decodes:
         row_sequence = torch.arange(decodes, device=device)
     else:
-        borders = torch.tensor(list(cu_q[1 : decodes + 1]), device=device)
+        borders = _on_device(cu_q[1 : decodes + 1], device)
         row_sequence = torch.searchsorted(borders, torch.arange(rows, device=device), right=True)
     return AttentionPlan(positions, block_table, cu_q, seq_len, decodes, page_tokens, row_sequence, query_block)
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 on ``device``; through page-locked memory, so that the launching thread does not wait for the copy."""
+    host = torch.tensor(numbers)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def ring_tiles(window: int) -> int:

@@ -99,7 +99,7 @@ def test_a_trace_holds_that_many_steps_and_the_operators_in_them(
         collect(engine)
         names = [e.get("name") for e in json.loads(path.read_text())["traceEvents"]]
         lookups = names.count("aten::embedding")  # ids, keys and values: three a step of one layer
-        assert 9 <= lookups <= 12, "one step more may have been launched"
+        assert 9 <= lookups <= (15 if overlap else 9), "the steps in flight at the end were launched within it"
         assert str(path) in capfd.readouterr().err
         with pytest.raises(ConfigError, match="at least one step"):
             engine.trace(0, path)

@@ -19,7 +19,7 @@ from deepinfer.errors import HiddenSyncError
 from deepinfer.models.base import ForwardBatch
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.sync_guard import allow_device_sync, configure, forbid_device_sync, forbidden
-from engine_kit import VOCAB, collect, make_engine, random_prompts, request, tiny_checkpoint
+from engine_kit import collect, make_engine, random_prompts, request, tiny_checkpoint
 from fake_cuda import FakeCuda
 
 needs_mode = pytest.mark.skipif(not hasattr(torch._C, "_cuda_get_sync_debug_mode"), reason="this torch is a build without CUDA")
@@ -31,9 +31,9 @@ def mode() -> int:
 
 
 def some_tokens(host: torch.Tensor) -> None:
-    """Puts ids where a copy of sampled tokens ends; the smallest are special."""
+    """Puts a value where a copy of sampled tokens, or of how many of them count, ends: 1 is good as either."""
     if host.dtype == torch.int32:
-        host.copy_(torch.arange(host.numel(), dtype=torch.int32).view(host.shape) % (VOCAB - 50) + 20)
+        host.fill_(1)
 
 
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -323,6 +323,17 @@ def test_every_launch_of_an_engine_runs_without_waiting(cuda: str, name: str) ->
         answers = collect(engine)
     assert len(answers) == 2 * params.n
     assert [(a.finish, a.error, len(a.tokens)) for a in answers.values()] == [("length", None, 4)] * len(answers)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlapped"])
+def test_draft_rows_launch_without_waiting(cuda: str, overlap: bool) -> None:
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0, logprobs=1)
+    with engine_with([], params, speculative="ngram", num_draft_tokens=3, zero_overhead=overlap) as engine:
+        engine.add_request(request("a", [5, 6, 7, 8] * 6, params))
+        engine.add_request(request("b", [9, 6, 3] * 5, params))
+        answers = collect(engine)
+        assert engine.core_stats()["drafted"] > 0
+    assert {(a.finish, a.error) for a in answers.values()} == {("length", None)}
 
 
 def test_preempted_and_readmitted_sequences_launch_without_waiting(cuda: str) -> None:
