@@ -112,13 +112,14 @@ class World:
         self.joint = exact_joint(self.target, params)
         self.state = SamplingState(runs + 1, V, torch.device("cpu"))
         self.state.admit(1, RowSampling(params, 0, ()), [])
-        for table in (self.state.host, self.state.flags):
-            table[2:] = table[1]
+        for values in (self.state.host, self.state.flags):
+            values[2:] = values[1]
         if self.state.counts is not None:
             self.state.counts.zero_()
         for widened in (self.state.bias_ids, self.state.bias, self.state.stop_ids):
             widened.data[2:] = widened.data[1]
         self.state.host[1:, 7] = torch.arange(runs).numpy()  # SEED_LOW: a seed for each run
+        self.state.table[1:] = torch.from_numpy(self.state.host[1:])  # what a step writes on the device for the slots it admits
         self.sampler = Sampler(self.state, V)
         self.made = torch.zeros(runs, LENGTH + LENGTH + 1, dtype=torch.int64)
         self.count = torch.zeros(runs, dtype=torch.int64)

@@ -68,6 +68,7 @@ ENGINE_OPTIONS = (
         float,
         flags=("--kv-memory-fraction", "--gpu-memory-utilization"),
     ),
+    Option("swap_space_gib", "host memory for preempted sequences, in GiB; 0 is none (default: by what is free)", float),
     Option("enable_prefix_caching", "reuse KV of prompts that begin alike (default: on)"),
     Option("seed", "makes sampling repeatable", int),
     Option("speculative", "propose drafts and keep what is right; the answer stays the same", str, ("ngram",)),
@@ -75,6 +76,7 @@ ENGINE_OPTIONS = (
     Option("ngram_min", "fewest of the newest tokens that must have occurred before (default: 2)", int),
     Option("ngram_max", "most of them that are compared (default: 4)", int),
     Option("draft_budget", "most draft rows of one step (default: from measured times)", int),
+    Option("zero_overhead", "plan a step while the device runs the one before it; the answer stays the same (default: on)"),
     Option("num_threads", "torch threads of the step loop", int),
     Option("quiet", "leave out the report of what fits and the line on steps every 10 s, both on stderr", negatable=False),
 )
