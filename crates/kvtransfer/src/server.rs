@@ -1,14 +1,15 @@
 //! The owner's threads: one that accepts, one that ends leases, one for each connection.
 
 use std::net::TcpListener;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Broken, Error};
 use crate::frame::{Bad, Greeting, Operation, Outcome, Reply, Request, Status};
+use crate::memory::Memory;
 use crate::shared::{Shared, random};
 use crate::stream::{Patience, Stream};
 
@@ -96,7 +97,7 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
             Err(_) if shared.is_closed() => return,
             Err(error) => {
                 // Somebody who says nothing must not keep the process's last descriptors.
-                if [libc::EMFILE, libc::ENFILE].map(Some).contains(&error.raw_os_error()) {
+                if is_out_of_descriptors(&error) {
                     shared.evict();
                 }
                 // A connection that died before it was taken, or no descriptors left: neither may spin.
@@ -160,15 +161,15 @@ fn serve(shared: &Shared, stream: &Stream, connection: u64) -> Result<(), Broken
                 }
                 let patience = Patience::new(limits.stall, limits.pull);
                 if let Some(grant) = pull.grant() {
+                    // Before the grant is given: nobody is told half of it.
+                    let reader = stream.passes_memory().then(|| reader(shared, &grant.payload)).transpose()?;
                     let (meta, length, checksum) = (grant.meta.len() as u64, grant.length, grant.checksum);
                     let reply = Reply { status: Status::Granted, meta, length, checksum };
                     stream.write_all(&reply.encode(), &patience)?;
                     stream.write_all(&grant.meta, &patience)?;
-                    if stream.passes_memory() {
-                        let reader = grant.payload.reader().map_err(|_| Broken::Ended)?;
-                        stream.send_fd(&reader, &patience)?;
-                    } else {
-                        stream.write_file(&*grant.payload, length, &patience)?;
+                    match reader {
+                        Some(reader) => stream.send_fd(&reader, &patience)?,
+                        None => stream.write_file(&*grant.payload, length, &patience)?,
                     }
                 }
                 // The puller is silent while it copies.
@@ -179,5 +180,25 @@ fn serve(shared: &Shared, stream: &Stream, connection: u64) -> Result<(), Broken
                 Ok(())
             }
         },
+    }
+}
+
+fn is_out_of_descriptors(error: &std::io::Error) -> bool {
+    [libc::EMFILE, libc::ENFILE].map(Some).contains(&error.raw_os_error())
+}
+
+/// A descriptor for the puller. The connection that asks may have taken the last one: silent connections make room for another, once
+/// their threads have run.
+fn reader(shared: &Shared, payload: &Memory) -> Result<OwnedFd, Broken> {
+    let until = Instant::now() + shared.limits.stall;
+    loop {
+        match payload.reader() {
+            Ok(reader) => return Ok(reader),
+            Err(Error::System { source, .. }) if is_out_of_descriptors(&source) && Instant::now() < until => {
+                shared.evict();
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(_) => return Err(Broken::Ended),
+        }
     }
 }
