@@ -60,8 +60,8 @@ def _llama3_frequencies(p: RopeParameters) -> torch.Tensor:
     return torch.where(long_waves, plain / p.factor, torch.where(short_waves, plain, blended))
 
 
-def _yarn_frequencies(p: RopeParameters) -> torch.Tensor:
-    half = p.head_dim // 2
+def yarn_band(p: RopeParameters) -> tuple[float, float]:
+    """First and last pair of the blend: pairs below are kept, pairs above are divided by ``factor``."""
 
     def dimension_of(rotations: float) -> float:
         return p.head_dim * math.log(p.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(p.theta))
@@ -69,7 +69,12 @@ def _yarn_frequencies(p: RopeParameters) -> torch.Tensor:
     low, high = dimension_of(p.beta_fast), dimension_of(p.beta_slow)
     if p.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, p.head_dim - 1)
+    return max(low, 0), min(high, p.head_dim - 1)
+
+
+def _yarn_frequencies(p: RopeParameters) -> torch.Tensor:
+    half = p.head_dim // 2
+    low, high = yarn_band(p)
     if low == high:
         high += 0.001
     keep = 1 - ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)

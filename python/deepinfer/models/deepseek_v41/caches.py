@@ -1,0 +1,175 @@
+"""What a sequence keeps: pages of compressed entries, and one block of state with its two regions.
+
+Stored region: windows of the encoder layers, the only state worth keeping beyond the sequence. Dropped region: windows of the
+decoder layers and of the draft stages, raw compressor rows of tokens that may still be taken back, the latest compressed ids.
+Rings are addressed by ``position mod rows``.
+
+Rows are kept packed (528, 288 and 68 bytes in the full model) or as floats. Since every packed value is a bfloat16 number, a
+bfloat16 cache of rounded rows holds the same values as a packed one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+
+from ...errors import ConfigError
+from ...kernels.block_formats import FP4_ROWS, FP8_ROWS, MXFP4_ROWS, RowFormat
+from ..base import PagedGroup, Source, StateGroup
+from .topology import DeepseekV41Topology
+
+PAGE_TOKENS = 128
+Storage = Literal["packed", "bfloat16", "float32"]
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """Rows of one width: their rounding (None = none) and how they are kept."""
+
+    width: int
+    form: RowFormat | None
+    packed: bool
+    dtype: torch.dtype
+    """uint8 records when packed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one row in the cache."""
+        return (self.form.record_bytes(self.width),) if self.packed and self.form is not None else (self.width,)
+
+    @property
+    def nbytes(self) -> int:
+        """Of one row."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StateField:
+    """One tensor of a region."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StateRegion:
+    """Tensors of a sequence one behind the other; ``nbytes`` is a whole number of the widest number among them."""
+
+    fields: tuple[StateField, ...]
+    nbytes: int
+
+    @classmethod
+    def lay_out(cls, fields: list[tuple[str, tuple[int, ...], torch.dtype]]) -> StateRegion:
+        """Places ``(name, shape, dtype)`` in order; offsets and length are aligned for every dtype."""
+        placed: list[StateField] = []
+        offset = 0
+        widest = max((dtype.itemsize for _, _, dtype in fields), default=1)
+        for name, shape, dtype in fields:
+            offset = -(-offset // dtype.itemsize) * dtype.itemsize
+            placed.append(StateField(name, offset, shape, dtype))
+            offset += placed[-1].nbytes
+        return cls(tuple(placed), -(-offset // widest) * widest)
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Caches of a topology in one form of storage; build it with ``plan_caches``."""
+
+    page_tokens: int
+    window: RowKind
+    entry: RowKind
+    index_key: RowKind
+    sources: tuple[tuple[int, int], ...]
+    """(layer, entries on a page)."""
+    stored: StateRegion
+    dropped: StateRegion
+    ring: int
+    pending_slots: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Paged bytes a token of context costs over all sources."""
+        return self.page_bytes / self.page_tokens
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page over all sources."""
+        return sum(entries for _, entries in self.sources) * (self.entry.nbytes + self.index_key.nbytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Device bytes of a sequence's state with its replica."""
+        group = self.state_group()
+        return group.stored * (1 + group.replicas) + group.dropped
+
+    def state_group(self) -> StateGroup:
+        """One replica is taken at every page boundary: of both regions, so that a hit can restore all windows.
+
+        A group's ``replicas`` count copies of what is stored, hence the copy of the other region counts as dropped bytes.
+        """
+        return StateGroup(self.stored.nbytes, 2 * self.dropped.nbytes, replicas=1, ring=self.ring, cut=self.page_tokens)
+
+    def kv_groups(self) -> tuple[list[PagedGroup], list[StateGroup]]:
+        """One paged group; entries of layer ``l`` under ``layers.<l>.kv``, their index keys under ``layers.<l>.index``."""
+        sources: list[Source] = []
+        for layer, entries in self.sources:
+            sources.append(Source((f"layers.{layer}.kv",), entries, self.entry.shape, self.entry.dtype))
+            sources.append(Source((f"layers.{layer}.index",), entries, self.index_key.shape, self.index_key.dtype))
+        return [PagedGroup(self.page_tokens, tuple(sources))], [self.state_group()]
+
+
+def _row_kind(width: int, form: RowFormat, quantised: bool, storage: Storage, what: str) -> RowKind:
+    used = form if quantised and form.fits(width) else None
+    if storage != "packed":
+        return RowKind(width, used, False, torch.bfloat16 if storage == "bfloat16" else torch.float32)
+    if used is None:
+        why = f"{width} is no multiple of {form.block}" if quantised else "'x_cache_quant' is 'none'"
+        raise ConfigError(f"{what} cannot be kept packed as {form.name}: {why}; keep them in bfloat16")
+    return RowKind(width, used, True, torch.uint8)
+
+
+def plan_caches(topology: DeepseekV41Topology, storage: Storage = "packed", page_tokens: int = PAGE_TOKENS) -> CachePlan:
+    """Caches of ``topology``; raises ``ConfigError`` for pages that cut an entry or rows that cannot be packed."""
+    t, sizes = topology, topology.attention
+    ratios = {layer: t.shared.ratios[layer] for layer in t.shared.kv_sources}
+    for layer, ratio in ratios.items():
+        if page_tokens <= 0 or page_tokens % ratio:
+            raise ConfigError(f"pages of {page_tokens} tokens cut the entries of layer {layer}, which join {ratio} tokens")
+    window = _row_kind(sizes.head_dim, FP8_ROWS, t.quantised_caches, storage, "window rows")
+    entry = _row_kind(sizes.head_dim, FP4_ROWS, t.quantised_caches, storage, "compressed entries")
+    index_key = _row_kind(sizes.index_dim, MXFP4_ROWS, t.quantised_caches, storage, "index keys")
+
+    def rings(names: list[str]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        return [(f"{name}.window", (t.ring, *window.shape), window.dtype) for name in names]
+
+    # a draft may be taken back after its group has closed, so raw rows are kept one step deep
+    pending = 1 << (t.max_backtracking).bit_length()
+    dropped: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    if t.engram is not None:
+        dropped.append(("token_ids", (t.engram.longest - 1 + t.max_backtracking,), torch.int64))
+    for layer, ratio in ratios.items():
+        if ratio > 1:
+            dropped.append((f"layers.{layer}.pending", (pending, 2, sizes.head_dim), torch.float32))
+    decoder = [f"layers.{plan.index}" for plan in t.layers if plan.decoder]
+    dropped += rings(decoder + [f"mtp.{stage}" for stage in range(t.drafts.stages)])
+    return CachePlan(
+        page_tokens=page_tokens,
+        window=window,
+        entry=entry,
+        index_key=index_key,
+        sources=tuple((layer, page_tokens // ratio) for layer, ratio in ratios.items()),
+        stored=StateRegion.lay_out(rings([f"layers.{plan.index}" for plan in t.layers if not plan.decoder])),
+        dropped=StateRegion.lay_out(dropped),
+        ring=t.ring,
+        pending_slots=pending,
+    )
