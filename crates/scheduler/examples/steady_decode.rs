@@ -20,7 +20,8 @@ fn main() {
         "decode_overlap" => (0, 2),
         _ => (0, 1),
     };
-    let blocks = SEQS * (load::PROMPT + BLOCK + (1 + draft) * steps + 64).div_ceil(BLOCK) + 64;
+    // One pool for every count of steps, so that building it is not counted as a step's.
+    let blocks = SEQS * (load::PROMPT + BLOCK + (1 + draft) * steps.max(384) + 64).div_ceil(BLOCK) + 64;
     let shape = Shape { blocks, tokens: SEQS * load::PROMPT, draft, depth, ..Shape::default() };
     let mut load = decoding(&shape, true, 8000);
     let before = load.scheduler.snapshot();

@@ -10,6 +10,7 @@ use crate::output::{FIRST, OUTPUT_WORDS, Outputs, STREAMS, out};
 use crate::plan::{Launch, parity};
 use crate::pool::Finish;
 use crate::scheduler::Scheduler;
+use crate::wide::any_stop;
 use deepinfer_kvindex::{Counts, Seq, StepId};
 
 impl Scheduler {
@@ -166,20 +167,47 @@ impl Scheduler {
         metrics.output_tokens += (n - irregular.len()) as u64;
     }
 
-    // Bitwise on purpose, as above.
-    #[allow(clippy::needless_bitwise_bool)]
-    /// The tokens of every decoding lane that had rows in the step, wherever it is by now. Lanes that need more than an append
-    /// are noted.
-    fn ragged_pass<const UNIFORM: bool>(&mut self, launch: &Launch) {
+    /// The output rows of every decoding lane that had rows in the step, wherever it is by now.
+    fn ragged_rows<const UNIFORM: bool>(&mut self, launch: &Launch) {
         let n = launch.decoding;
-        let Self { lanes, kv, ring, outputs, hash_queue, irregular, metrics, .. } = self;
-        let slot = launch.slot;
-        let tokens = &ring.get(slot, F::Tokens)[..launch.samples];
-        let accepted = &ring.get(slot, F::Accepted)[..n];
+        let Self { lanes, ring, outputs, .. } = self;
+        let tokens = ring.get(launch.slot, F::Tokens);
+        let accepted = &ring.get(launch.slot, F::Accepted)[..n];
         let (rows, notify) = outputs.parts();
         rows.resize(n * OUTPUT_WORDS, 0);
+        let to = rows.as_chunks_mut::<OUTPUT_WORDS>().0;
+        let here = lanes.decoding;
+        let (seq, state, flags) = (&lanes.seq[..here], &lanes.state[..here], &lanes.flags[..here]);
+        let mut at = 0;
+        for (lane, &index) in lanes.sent[parity(launch.step)][..here].iter().enumerate() {
+            let Some(&got) = accepted.get(index as usize) else { continue };
+            let first = if UNIFORM { index } else { launch.sample_off[index as usize] };
+            let (seq, streams) = (seq[lane], i32::from(flags[lane] & flag::STREAM != 0));
+            let token = tokens[first as usize];
+            to[at] =
+                [seq.index as i32, seq.generation as i32, state[lane] as i32, token, got, 0, streams, index as i32];
+            if streams != 0 {
+                notify.push(at as u32);
+            }
+            at += 1;
+        }
+        rows.truncate(at * OUTPUT_WORDS);
+        self.metrics.ghost_rows += (n - at) as u64;
+    }
+
+    // Bitwise on purpose, as above.
+    #[allow(clippy::needless_bitwise_bool)]
+    /// The tokens of every decoding lane that had rows in the step. Lanes that need more than an append are noted.
+    fn ragged_pass<const UNIFORM: bool>(&mut self, launch: &Launch) {
+        let n = launch.decoding;
+        self.ragged_rows::<UNIFORM>(launch);
+        let Self { lanes, kv, ring, hash_queue, irregular, metrics, .. } = self;
+        let tokens = ring.get(launch.slot, F::Tokens);
+        let accepted = &ring.get(launch.slot, F::Accepted)[..n];
         irregular.clear();
         let vocab = self.limits.vocab_size;
+        // Asked of all at once; where there is one, each sequence is looked at.
+        let beyond = tokens[..launch.samples].iter().fold(0, |any, &token| any | i32::from(token as u32 >= vocab)) != 0;
         let shift = self.geometry.shift;
         let here = lanes.decoding;
         let sent = &lanes.sent[parity(launch.step)][..here];
@@ -187,78 +215,50 @@ impl Scheduler {
         let (stops, flags, flushed) = (&lanes.stops[..here], &lanes.flags[..here], &lanes.flushed[..here]);
         let (planned, confirmed) = (&mut lanes.planned[..here], &mut lanes.confirmed[..here]);
         let (last, open, blocks) = (&mut lanes.last[..here], &mut lanes.open[..here], &lanes.blocks[..here]);
-        let (mut at, mut made, mut kept_drafts) = (0, 0, 0);
+        let (mut row, mut made, mut kept_drafts) = (0, 0, 0);
         for (lane, &index) in sent.iter().enumerate() {
-            let index = index as usize;
-            if index >= n {
+            let Some(&got) = accepted.get(index as usize) else { continue };
+            row += 1;
+            let (asked, first) = if UNIFORM { (1, index) } else { launch.shape_of(index) };
+            let tokens = &tokens[first as usize..];
+            let (got, start) = (got as u32, confirmed[lane]);
+            let end = start.wrapping_add(got);
+            let usual =
+                (got.wrapping_sub(1) < asked) & (end.wrapping_add(1) < limit[lane]) & (flags[lane] & flag::SLOW == 0);
+            let kept = got as usize;
+            if !usual
+                || any_stop(tokens, kept, &stops[lane])
+                || (beyond && tokens[..kept].iter().any(|&token| token as u32 >= vocab))
+            {
+                irregular.push([lane as u32, row - 1]);
                 continue;
             }
-            let (asked, first) =
-                if UNIFORM { (1, index) } else { (launch.rows[index] as usize, launch.sample_off[index] as usize) };
-            let streams = i32::from(flags[lane] & flag::STREAM != 0);
-            // One too many stands for any impossible result.
-            let got = accepted[index].clamp(0, asked as i32 + 1) as usize;
-            rows[at * OUTPUT_WORDS..(at + 1) * OUTPUT_WORDS].copy_from_slice(&[
-                seq[lane].index as i32,
-                seq[lane].generation as i32,
-                state[lane] as i32,
-                tokens[first],
-                got as i32,
-                0,
-                streams,
-                index as i32,
-            ]);
-            if streams != 0 {
-                notify.push(at as u32);
-            }
-            at += 1;
-            let start = confirmed[lane];
-            let end = start + got as u32;
-            let mut plain = got >= 1 && got <= asked && end + 1 < limit[lane] && flags[lane] & flag::SLOW == 0;
-            if plain {
-                let stops = stops[lane];
-                let mut fine = true;
-                for &token in &tokens[first..first + got] {
-                    fine &= (token as u32) < vocab;
-                    fine &= !stops.iter().fold(false, |hit, &stop| hit | (stop == token));
+            let (before, after) = (start >> shift, end >> shift);
+            if before != after {
+                // As in the plain pass; more than one block at once goes the slow way.
+                if after != before + 1 || (before > 0 && flushed[lane] < before << shift) {
+                    irregular.push([lane as u32, row - 1]);
+                    continue;
                 }
-                let (before, after) = (start >> shift, end >> shift);
-                if before != after {
-                    // As in the plain pass; more than one block at once goes the slow way.
-                    let safe = before == 0 || flushed[lane] >= before << shift;
-                    fine &= after == before + 1 && safe;
-                    if fine {
-                        hash_queue.push(seq[lane], before);
-                    }
-                }
-                plain = fine;
+                hash_queue.push(seq[lane], before);
             }
-            if !plain {
-                irregular.push([lane as u32, at as u32 - 1]);
-                continue;
-            }
-            for (&token, position) in tokens[first..first + got].iter().zip(start + 1..) {
-                kv.tables.put_token(state[lane], position, token as u32);
-            }
+            kv.tables.put_tokens(state[lane], start + 1, tokens, kept);
             confirmed[lane] = end;
-            if got < asked {
-                planned[lane] -= (asked - got) as u32;
-                let block = planned[lane] >> shift;
-                if block < blocks[lane] {
-                    open[lane] = kv.tables.block(state[lane], block).0;
-                }
+            let (bound, next) = (planned[lane], planned[lane] - (asked - got));
+            planned[lane] = next;
+            if next >> shift != bound >> shift && next >> shift < blocks[lane] {
+                open[lane] = kv.tables.block(state[lane], next >> shift).0;
             }
-            last[lane] = if planned[lane] == end { tokens[first + got - 1] } else { last[lane] };
+            // With a later row in flight the newest token is one that the host does not know.
+            last[lane] = if next == end { tokens[kept - 1] } else { last[lane] };
             made += got;
             kept_drafts += got - 1;
-            if asked > 1 {
-                metrics.drafts.note(asked - 1, got - 1);
+            if !UNIFORM && asked > 1 {
+                metrics.drafts.note(asked as usize - 1, kept - 1);
             }
         }
-        rows.truncate(at * OUTPUT_WORDS);
-        metrics.output_tokens += made as u64;
-        metrics.accepted += kept_drafts as u64;
-        metrics.ghost_rows += (n - at) as u64;
+        metrics.output_tokens += u64::from(made);
+        metrics.accepted += u64::from(kept_drafts);
     }
 
     /// Lane that sequence `index` of a step still has. None once it ended or lost it, whatever it has got since.

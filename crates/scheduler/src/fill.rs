@@ -1,6 +1,7 @@
 //! Writing a planned step into its ring slot.
 //!
-//! The decoding lanes of a plain step are written array by array from the lanes; whatever has several rows goes row by row.
+//! The decoding lanes of a plain step are written array by array from the lanes; whatever has
+//! several rows is in [`crate::fill_ragged`] and below.
 
 use crate::config::{Geometry, SlotMap};
 use crate::kv::Kv;
@@ -49,40 +50,22 @@ impl Commands {
 
 /// Running totals while rows are written.
 #[derive(Default)]
-struct Totals {
-    rows: usize,
-    seqs: usize,
-    samples: usize,
-    longest_query: u32,
-    longest_context: u32,
-    grammar: i32,
+pub(crate) struct Totals {
+    pub rows: usize,
+    pub seqs: usize,
+    pub samples: usize,
+    pub longest_query: u32,
+    pub longest_context: u32,
+    pub grammar: i32,
     logprobs: bool,
     prefill_rows: u64,
-    drafts: i32,
+    pub drafts: i32,
     placeholders: i32,
 }
 
-fn iota(to: &mut [i32]) {
+pub(crate) fn iota(to: &mut [i32]) {
     for (index, word) in to.iter_mut().enumerate() {
         *word = index as i32;
-    }
-}
-
-/// Words that `count_up` writes at once.
-const WIDE: usize = 8;
-
-/// Writes `rows` consecutive numbers to the head of `to`. A few behind them may be written too: what follows there is written
-/// later, or means nothing.
-#[inline]
-fn count_up(to: &mut [i32], rows: usize, first: i32) {
-    if rows <= WIDE
-        && let Some(wide) = to.first_chunk_mut::<WIDE>()
-    {
-        *wide = std::array::from_fn(|k| first.wrapping_add(k as i32));
-        return;
-    }
-    for (to, number) in to[..rows].iter_mut().zip(first..) {
-        *to = number;
     }
 }
 
@@ -98,7 +81,7 @@ impl Scheduler {
         launch.step = self.step;
         launch.slot = slot;
         launch.version = self.lanes.version;
-        launch.uniform = self.lanes.rows[..decoding].iter().all(|&rows| rows == 1);
+        launch.uniform = self.lanes.rows[..decoding].iter().fold(0, |odd, &rows| odd | (rows ^ 1)) == 0;
         let mut totals = Totals::default();
         self.fill_previous(slot, ahead, launch.uniform, &mut totals);
         if launch.uniform {
@@ -158,10 +141,10 @@ impl Scheduler {
         }
         let sent = &sent[parity(self.step - 1)][..*decoding];
         let (rows, planned, confirmed) = (&rows[..*decoding], &planned[..*decoding], &confirmed[..*decoding]);
-        if uniform {
+        if uniform || rows.iter().all(|&rows| rows > 0) {
             let mut drawn = 0;
             for (lane, to) in to.iter_mut().enumerate() {
-                let ahead = planned[lane] > confirmed[lane];
+                let ahead = planned[lane] != confirmed[lane];
                 *to = if ahead { sent[lane] as i32 } else { -1 };
                 drawn += i32::from(ahead);
             }
@@ -170,7 +153,7 @@ impl Scheduler {
         }
         let (mut at, mut known) = (0, 0);
         for (lane, &before) in sent.iter().enumerate() {
-            let drawn = planned[lane] > confirmed[lane];
+            let drawn = planned[lane] != confirmed[lane];
             to[at] = if drawn { before as i32 } else { -1 };
             let here = rows[lane].min(1);
             known += usize::from(!drawn) & here as usize;
@@ -260,108 +243,6 @@ impl Scheduler {
         if self.max_in_flight > 1 {
             last[..n].fill(-1);
         }
-    }
-
-    /// Decoding lanes with different numbers of rows: a pass over the lanes for each array.
-    fn fill_ragged(&mut self, launch: &mut Launch, totals: &mut Totals) {
-        let (slot, n, shift) = (launch.slot, self.lanes.decoding, self.geometry.shift);
-        let Self { lanes, ring, kv, geometry, .. } = self;
-        let [ids, pos, cu_q, seq_len, state_row, seq_flags, sample_off, sample_row, rng_pos, grammar_row] = ring
-            .many_mut(
-                slot,
-                [
-                    F::Ids,
-                    F::Pos,
-                    F::CuQ,
-                    F::SeqLen,
-                    F::StateRow,
-                    F::SeqFlags,
-                    F::SampleOff,
-                    F::SampleRow,
-                    F::RngPos,
-                    F::GrammarRow,
-                ],
-            );
-        let (mut at, mut index, mut longest_query, mut longest_context) = (0, 0, 0, 0);
-        for lane in 0..n {
-            let rows = lanes.rows[lane];
-            if rows == 0 {
-                lanes.sent[parity(launch.step)][lane] = NOT_SENT;
-                continue;
-            }
-            let (next, state) = (lanes.planned[lane], lanes.state[lane]);
-            lanes.sent[parity(launch.step)][lane] = index as u32;
-            launch.seqs.push(lanes.seq[lane]);
-            launch.rows.push(rows);
-            launch.sample_off.push(at as u32);
-            cu_q[index] = at as i32;
-            sample_off[index] = at as i32;
-            seq_len[index] = (next + rows) as i32;
-            state_row[index] = state as i32;
-            seq_flags[index] = seq_flag::SAMPLES;
-            let end = at + rows as usize;
-            count_up(&mut pos[at..], rows as usize, next as i32);
-            ids[at] = lanes.last[lane];
-            for (to, &draft) in ids[at + 1..end].iter_mut().zip(kv.tables.drafts(state)) {
-                *to = draft as i32;
-            }
-            longest_query = longest_query.max(rows);
-            longest_context = longest_context.max(next + rows);
-            index += 1;
-            at = end;
-        }
-        iota(&mut sample_row[..at]);
-        for (to, &p) in rng_pos[..at].iter_mut().zip(&pos[..at]) {
-            *to = p + 1;
-        }
-        grammar_row[..at].fill(-1);
-        if lanes.flags[..n].iter().any(|f| f & flag::GRAMMAR != 0) {
-            for lane in (0..n).filter(|&lane| lanes.rows[lane] > 0 && lanes.flags[lane] & flag::GRAMMAR != 0) {
-                let index = lanes.sent[parity(launch.step)][lane] as usize;
-                let (first, rows) = (sample_off[index] as usize, lanes.rows[lane]);
-                seq_flags[index] |= seq_flag::GRAMMAR;
-                grammar_row[first..first + rows as usize].fill(lanes.state[lane] as i32);
-                totals.grammar += rows as i32;
-            }
-        }
-        for (map_index, map) in geometry.maps.iter().enumerate() {
-            let to = ring.slots_mut(slot, map_index);
-            let mut at = 0;
-            for lane in 0..n {
-                let (next, rows) = (lanes.planned[lane], lanes.rows[lane]);
-                if rows == 0 {
-                    continue;
-                }
-                let within = next & ((1 << map.page_shift) - 1);
-                if map.group == 0 && map.ratio_shift == 0 && within + rows <= map.entries {
-                    // All in the block that is open.
-                    count_up(&mut to[at..], rows as usize, (lanes.open[lane] * map.entries + within) as i32);
-                } else {
-                    fill_slots(&mut to[at..at + rows as usize], next, lanes.state[lane], map, kv, geometry);
-                }
-                at += rows as usize;
-            }
-        }
-        for lane in 0..n {
-            let rows = lanes.rows[lane];
-            if rows == 0 {
-                continue;
-            }
-            lanes.planned[lane] += rows;
-            lanes.last[lane] = -(rows as i32);
-            lanes.drafts[lane] = 0;
-            // The next row may lie in a block that the drafts entered.
-            let block = lanes.planned[lane] >> shift;
-            if block < lanes.blocks[lane] {
-                lanes.open[lane] = kv.tables.block(lanes.state[lane], block).0;
-            }
-        }
-        totals.rows = at;
-        totals.seqs = index;
-        totals.samples = at;
-        totals.drafts = (at - index) as i32;
-        totals.longest_query = longest_query;
-        totals.longest_context = longest_context;
     }
 
     /// One chunk of a lane in prefill.
@@ -514,7 +395,7 @@ impl Scheduler {
 
 /// KV slots of consecutive rows from position `first` on, a page at a time.
 #[inline]
-fn fill_slots(to: &mut [i32], first: u32, state: u32, map: &SlotMap, kv: &Kv, geometry: &Geometry) {
+pub(crate) fn fill_slots(to: &mut [i32], first: u32, state: u32, map: &SlotMap, kv: &Kv, geometry: &Geometry) {
     let within = (1 << map.page_shift) - 1;
     let end = first + to.len() as u32;
     let mut start = first;

@@ -1,5 +1,6 @@
 //! The scheduler's side of KV: master block-table rows, open tokens, and every call into the block pool.
 
+use crate::wide::{WIDE, copy_few};
 use deepinfer_kvindex::{
     Block, BlockHash, BlockPool, Fence, Owner, Published, StateSlot, StateSlots, StepId, TransferId,
 };
@@ -10,7 +11,7 @@ pub(crate) struct Tables {
     row_blocks: usize,
     /// Two blocks of tokens per slot: position `p` lies at `p mod (2 × block)`.
     open: Vec<u32>,
-    /// Proposed tokens per slot.
+    /// Proposed tokens per slot, `WIDE` words more behind the last: they are read in whole vectors.
     drafts: Vec<u32>,
     max_draft: usize,
     block_tokens: usize,
@@ -23,7 +24,7 @@ impl Tables {
             rows: vec![Block::NULL; slots * row_blocks],
             row_blocks,
             open: vec![0; slots * 2 * block_tokens],
-            drafts: vec![0; slots * max_draft],
+            drafts: vec![0; slots * max_draft + WIDE],
             max_draft,
             block_tokens,
             mask: 2 * block_tokens - 1,
@@ -52,16 +53,24 @@ impl Tables {
         self.open[at] = token;
     }
 
+    /// The first `n` of `tokens` at consecutive positions. Within a block a few more may be written behind them: those places
+    /// have the tokens of two blocks ago, which the history has.
     #[inline]
-    pub fn token(&self, slot: u32, position: u32) -> u32 {
-        self.open[slot as usize * (self.mask + 1) + (position as usize & self.mask)]
+    pub fn put_tokens(&mut self, slot: u32, position: u32, tokens: &[i32], n: usize) {
+        if (position as usize & (self.block_tokens - 1)) + WIDE.max(n) <= self.block_tokens {
+            let at = slot as usize * (self.mask + 1) + (position as usize & self.mask);
+            copy_few(&mut self.open[at..], tokens, n, |token| token as u32);
+            return;
+        }
+        for (&token, position) in tokens[..n].iter().zip(position..) {
+            self.put_token(slot, position, token as u32);
+        }
     }
 
-    /// What was proposed for a slot; the lane knows how much of it counts.
+    /// What was proposed for a slot, and what lies behind it; the lane knows how much of it counts.
     #[inline]
     pub fn drafts(&self, slot: u32) -> &[u32] {
-        let at = slot as usize * self.max_draft;
-        &self.drafts[at..at + self.max_draft]
+        &self.drafts[slot as usize * self.max_draft..]
     }
 
     #[inline]
@@ -72,8 +81,12 @@ impl Tables {
 
     /// Appends positions `history.len()..len` to the history.
     pub fn flush(&self, slot: u32, history: &mut Vec<u32>, len: u32) {
-        for position in history.len() as u32..len {
-            history.push(self.token(slot, position));
+        let start = slot as usize * (self.mask + 1);
+        let row = &self.open[start..=start + self.mask];
+        while history.len() < len as usize {
+            let from = history.len() & self.mask;
+            let to = row.len().min(from + len as usize - history.len());
+            history.extend_from_slice(&row[from..to]);
         }
     }
 

@@ -17,6 +17,7 @@ mod config;
 mod end;
 mod error;
 mod fill;
+mod fill_ragged;
 mod fork;
 mod group;
 mod histogram;
@@ -45,6 +46,7 @@ mod thread_vote;
 mod transfers;
 mod vote;
 mod waiting;
+mod wide;
 
 pub use chunk_policy::{ChunkCost, ChunkPolicy, MAX_TIMED_ROWS};
 pub use config::{Config, ConfigError, GroupSpec, HitRule, Limits, Policy, Section, SlotMap, Source};

@@ -91,6 +91,12 @@ impl Launch {
         self.uniform = true;
     }
 
+    /// Rows of a decoding sequence of a step that is not uniform, and the first of them that samples.
+    #[inline]
+    pub fn shape_of(&self, index: u32) -> (u32, u32) {
+        (self.rows[index as usize], self.sample_off[index as usize])
+    }
+
     /// Rows of a sequence and the first of them that samples.
     #[inline]
     pub fn shape(&self, index: usize) -> (u32, usize) {
@@ -215,14 +221,18 @@ impl Scheduler {
         }
     }
 
+    // Bitwise on purpose, so that it goes by vectors.
+    #[allow(clippy::needless_bitwise_bool)]
     /// No row for lanes that the step in flight may end by length, nor for those that must not run ahead.
     fn rest_ending(&mut self) {
         let n = self.lanes.decoding;
         let Lanes { rows, planned, confirmed, limit, flags, .. } = &mut self.lanes;
-        for (lane, rows) in rows[..n].iter_mut().enumerate() {
+        let (rows, planned, confirmed) = (&mut rows[..n], &planned[..n], &confirmed[..n]);
+        let (limit, flags) = (&limit[..n], &flags[..n]);
+        for lane in 0..n {
             let ends = planned[lane] + 1 >= limit[lane];
-            let alone = flags[lane] & flag::ALONE != 0 && planned[lane] > confirmed[lane];
-            *rows = u32::from(!(ends | alone));
+            let alone = (flags[lane] & flag::ALONE != 0) & (planned[lane] != confirmed[lane]);
+            rows[lane] = u32::from(!(ends | alone));
         }
     }
 
@@ -322,39 +332,54 @@ impl Scheduler {
             share /= 2;
         }
         share = share.min(self.draft_budget);
-        let mut wanted = 0;
+        let Lanes { rows, drafts, planned, limit, .. } = &mut self.lanes;
+        let (rows, drafts) = (&mut rows[..decoding], &mut drafts[..decoding]);
+        let (planned, limit) = (&planned[..decoding], &limit[..decoding]);
+        let (mut wanted, mut kept) = (0, 0);
         for lane in 0..decoding {
-            if self.lanes.drafts[lane] == 0 {
-                continue;
-            }
-            if self.lanes.rows[lane] == 0 {
-                // It stays where it is, and so does what was proposed.
-                self.proposed = true;
-                continue;
-            }
-            let room = self.lanes.limit[lane].saturating_sub(self.lanes.planned[lane] + 2);
-            self.lanes.drafts[lane] = self.lanes.drafts[lane].min(room);
-            wanted += self.lanes.drafts[lane];
+            let room = limit[lane].saturating_sub(planned[lane] + 2);
+            let usable = drafts[lane].min(room);
+            // A lane without a row stays where it is, and so does what was proposed.
+            let has_row = rows[lane] > 0;
+            kept |= if has_row { 0 } else { drafts[lane] };
+            drafts[lane] = if has_row { usable } else { drafts[lane] };
+            wanted += if has_row { usable } else { 0 };
         }
-        let (level, mut more) = if wanted > share { self.draft_level(share) } else { (u32::MAX, 0) };
-        let mut used = 0;
+        self.proposed |= kept > 0;
+        if wanted > share {
+            wanted = self.cut_drafts(share);
+        }
+        let Lanes { rows, drafts, .. } = &mut self.lanes;
+        for (rows, &drafts) in rows[..decoding].iter_mut().zip(&drafts[..decoding]) {
+            *rows += if *rows > 0 { drafts } else { 0 };
+        }
         for lane in 0..decoding {
-            let proposed = self.lanes.drafts[lane];
-            if proposed == 0 || self.lanes.rows[lane] == 0 {
-                continue;
+            let (next, rows) = (self.lanes.planned[lane], self.lanes.rows[lane]);
+            if (next & self.geometry.mask) + rows > self.geometry.block_tokens {
+                let drafts = self.draft_blocks(lane, rows - 1);
+                self.lanes.drafts[lane] = drafts;
+                self.lanes.rows[lane] = 1 + drafts;
+                wanted -= rows - 1 - drafts;
             }
-            let mut drafts = proposed.min(level);
-            if drafts < proposed && more > 0 {
-                drafts += 1;
-                more -= 1;
-            }
-            let drafts = self.draft_blocks(lane, drafts);
-            self.lanes.drafts[lane] = drafts;
-            self.lanes.rows[lane] = 1 + drafts;
-            used += drafts;
         }
-        self.metrics.drafted += u64::from(used);
-        left - used
+        self.metrics.drafted += u64::from(wanted);
+        left - wanted
+    }
+
+    /// Leaves `share` draft rows, every lane as many as the others. Returns how many there are now.
+    fn cut_drafts(&mut self, share: u32) -> u32 {
+        let (level, mut more) = self.draft_level(share);
+        let Lanes { rows, drafts, decoding, .. } = &mut self.lanes;
+        let mut given = 0;
+        for (drafts, _) in drafts[..*decoding].iter_mut().zip(&rows[..*decoding]).filter(|&(_, &rows)| rows > 0) {
+            if *drafts > level {
+                let extra = more.min(1);
+                *drafts = level + extra;
+                more -= extra;
+            }
+            given += *drafts;
+        }
+        given
     }
 
     /// How many draft rows each lane may have so that all together have at most `share`, and how many lanes may have one more.

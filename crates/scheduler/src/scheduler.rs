@@ -351,8 +351,8 @@ impl Scheduler {
             self.metrics.stale += 1;
             return false;
         };
-        let most = self.limits.max_draft as usize;
-        let usable = drafts.iter().take(most).take_while(|&&t| t < self.limits.vocab_size).count();
+        let drafts = &drafts[..drafts.len().min(self.limits.max_draft as usize)];
+        let usable = drafts.iter().position(|&t| t >= self.limits.vocab_size).unwrap_or(drafts.len());
         self.kv.tables.set_drafts(self.lanes.state[lane], &drafts[..usable]);
         self.lanes.drafts[lane] = usable as u32;
         self.proposed |= usable > 0;

@@ -546,3 +546,43 @@ fn run_one(rig: &mut Rig, bytes: &mut Bytes, fail: bool) {
         rig.flush();
     }
 }
+
+/// Preemptions of a random crowd in a random pool, run to its end.
+fn preempted(case: u64, depth: u32) -> u64 {
+    let pick = |what: u64, n: u64| mix(case, what) % n;
+    let pages = 14 + pick(1, 14) as u32;
+    let host = [0, 64][pick(2, 2) as usize];
+    let mut c = deep(with_host(config(8, pages, 2 + pick(3, 7) as u32, 64), host), depth);
+    match pick(4, 3) {
+        0 => c.groups.push(state()),
+        1 => c.groups = vec![paged(8, pages, &[8]), paged(4, 2 * pages, &[4]), state()],
+        _ => {}
+    }
+    c.prefix_caching = pick(5, 2) == 0;
+    c.device_ordered = pick(6, 2) == 0;
+    c.policy.headroom_tokens = [0, 16][pick(7, 2) as usize];
+    c.limits.max_model_len = 100;
+    let mut rig = rig(&c, if pick(8, 2) == 0 { SWAP } else { RECOMPUTE });
+    for i in 0..3 + pick(9, 8) {
+        rig.add_long(&prompt(case * 20 + i, 1 + pick(20 + i, 45) as u32), 1 + pick(40 + i, 55) as u32);
+    }
+    while rig.scheduler.has_work() {
+        rig.step();
+        assert!(rig.steps < 9000, "case {case} does not end");
+    }
+    rig.verify_empty();
+    rig.scheduler.snapshot().preemptions
+}
+
+#[test]
+fn a_step_in_flight_costs_no_more_preemptions() {
+    let mut sums = [0, 0];
+    for case in 0..400 {
+        let [serial, ahead] = [1, 2].map(|depth| preempted(case, depth));
+        assert!(ahead <= 2 * serial + 3, "case {case}: {ahead} against {serial}");
+        sums = [sums[0] + serial, sums[1] + ahead];
+    }
+    println!("preemptions one and two steps deep: {sums:?}");
+    assert!(sums[0] > 300, "{sums:?}");
+    assert!(sums[1] * 10 <= sums[0] * 11, "{sums:?}");
+}
