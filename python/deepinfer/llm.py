@@ -7,6 +7,7 @@ Owns: the front ends. Never touches: tensors, scheduling, HTTP. `LLM` drives an 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,7 +42,7 @@ __all__ = ["LLM", "AsyncLLM", "PrefillDecodePair"]
 class LLM:
     """A model and the engine that runs it, in this process.
 
-    Use it as a context manager, or call :meth:`close`. Not to be used from several threads at once; see `AsyncLLM` for that.
+    Use it as a context manager, or call :meth:`close`. Several threads take turns, a step each; `AsyncLLM` is for many callers.
 
     Args: see :class:`~deepinfer.engine.config.EngineConfig`, which checks them.
 
@@ -107,6 +108,7 @@ class LLM:
         self._outputs = OutputProcessor(text.tokenizer)
         self._made: list[RequestOutput] = []  # outputs not yet given out: whoever drives the engine may make those of others
         self._streams: set[str] = set()  # requests whose outputs a stream() iterator takes
+        self._lock = threading.RLock()  # one turn of one thread
         self.max_num_seqs: int = self._engine.run.max_num_seqs
 
     # What it is
@@ -235,10 +237,13 @@ class LLM:
                 self._submit(request, text, "final")
             wanted = set(ids)
             while len(done) < len(wanted):
-                self._advance()
-                for output in self._take(lambda request_id: request_id in wanted):
-                    done[output.request_id] = output
-                    bar.update(1)
+                with self._lock:
+                    ran = self._advance()
+                    taken = self._take(lambda request_id: request_id in wanted)
+                if not ran and not taken:
+                    raise EngineDeadError("the requests were aborted when another thread was interrupted twice; send them again")
+                done.update((output.request_id, output) for output in taken)
+                bar.update(len(taken))
         return [done[i] for i in ids]
 
     def _prepare_all(
@@ -264,8 +269,9 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request_id = self._inputs.new_request_id()
         request, text = self._inputs.prepare(prompt, params, request_id, stream=True)
-        self._submit(request, text, mode)
-        return RequestStream(self, request_id)
+        with hold_interrupts():
+            self._submit(request, text, mode)
+            return RequestStream(self, request_id)
 
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None, stream: bool = False
@@ -289,9 +295,10 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step of the engine; gives the outputs with news of requests from :meth:`add_request`."""
-        if len(self._outputs):
-            self._advance()
-        return self._take(lambda request_id: request_id not in self._streams)
+        with self._lock:
+            if len(self._outputs):
+                self._advance()
+            return self._take(lambda request_id: request_id not in self._streams)
 
     def metrics(self) -> EngineMetrics:
         """Everything the engine counts, at this moment: steps, queues, blocks, drafts, times.
@@ -323,23 +330,32 @@ class LLM:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request; gives what it had so far, with finish reason "abort". ``None`` if it is unknown or finished."""
-        if self._engine is not None:
-            self._engine.abort(request_id)
-        self._made = [o for o in self._made if o.request_id != request_id]
-        return self._outputs.drop(request_id)
+        with self._lock:
+            if self._engine is not None:
+                self._engine.abort(request_id)
+            self._made = [o for o in self._made if o.request_id != request_id]
+            return self._outputs.drop(request_id)
 
     def _submit(self, request: EngineRequest, text: str | None, mode: OutputMode) -> None:
-        self.engine.add_request(request)
-        self._outputs.add(request, text, mode)
+        """Ctrl-C waits until both sides know the request, so that it can be aborted."""
+        with hold_interrupts(), self._lock:
+            self.engine.add_request(request)
+            self._outputs.add(request, text, mode)
 
-    def _advance(self) -> None:
-        """One step. Ctrl-C waits for its end, so that no step is left half done and no output is lost."""
+    def _advance(self) -> bool:
+        """One step, the lock held; False if nothing was left to run, because another thread's turns have finished it.
+
+        Ctrl-C waits for its end, so that no step is left half done and no output is lost.
+        """
         engine = self.engine
         try:
             with hold_interrupts():
                 if not engine.has_unfinished():
+                    if not len(self._outputs):
+                        return False
                     raise EngineDeadError(f"the engine has lost {', '.join(self._outputs.ids())}; create another LLM")
                 self._made += self._outputs.process(engine.step(), engine.stop_at)
+                return True
         except KeyboardInterrupt:
             if not engine.has_unfinished():  # a second Ctrl-C came inside the step: the engine has aborted everything
                 for request_id in self._outputs.ids():
@@ -348,9 +364,10 @@ class LLM:
 
     def _take(self, mine: Callable[[str], bool]) -> list[RequestOutput]:
         """Outputs of the chosen requests; the rest stays for others."""
-        taken = [o for o in self._made if mine(o.request_id)]
-        self._made = [o for o in self._made if not mine(o.request_id)]
-        return taken
+        with self._lock:
+            taken = [o for o in self._made if mine(o.request_id)]
+            self._made = [o for o in self._made if not mine(o.request_id)]
+            return taken
 
     def _aborting(self, ids: Sequence[str]) -> _AbortOnError:
         return _AbortOnError(self, ids)
@@ -359,9 +376,10 @@ class LLM:
 
     def close(self) -> None:
         """Aborts what runs and gives memory back; idempotent."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        with self._lock:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -398,11 +416,12 @@ class RequestStream(Iterator[RequestOutput]):
     def __next__(self) -> RequestOutput:
         try:
             while not self._ready and not self._done:
-                self._ready.extend(self._llm._take(lambda request_id: request_id == self._id))
-                if not self._ready and self._id not in self._llm._outputs:
-                    self._end()  # aborted by somebody else
-                elif not self._ready:
-                    self._llm._advance()
+                with self._llm._lock:
+                    self._ready.extend(self._llm._take(lambda request_id: request_id == self._id))
+                    if not self._ready and self._id not in self._llm._outputs:
+                        self._end()  # aborted by somebody else
+                    elif not self._ready:
+                        self._llm._advance()
         except BaseException:
             self.close()
             raise

@@ -7,6 +7,7 @@ rows the core says somebody must see (streaming or finished) and at rows that wa
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
 from deepinfer.engine.hooks import Admission, EngineHooks
+from deepinfer.engine.interrupt import hold_interrupts
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
@@ -126,6 +128,7 @@ class Engine(EngineHooks):
         self._requests: dict[str, list[int]] = {}
         self._handle_of_slot: NDArray[np.uint64] = np.zeros(self._num_slots, np.uint64)
         self._closed = False
+        self._process = os.getpid()
         self._idle = False
         self._layout = KvLayout(self._kv_identity(), paged, state)
         self._role = make_role(config, self._core, self._runner, self, self._layout, self.run.max_num_seqs)
@@ -310,6 +313,8 @@ class Engine(EngineHooks):
 
     def abort(self, request_id: str) -> None:
         """Ends all answers of a request at once; no delta of it follows. Unknown and finished ids are ignored."""
+        if self._closed:
+            return
         for handle in self._requests.pop(request_id, ()):
             if self._answers.pop(handle, None) is not None:
                 self._core.abort(handle)
@@ -331,12 +336,14 @@ class Engine(EngineHooks):
     def has_unfinished(self) -> bool:
         """Whether a step could make progress: a request has not ended, a step is in flight, or memory of a sequence that was handed
         over has not come back."""
+        if self._closed:
+            return False
         return bool(self._answers) or self._loop.in_flight > 0 or (self._role is not None and self._role.busy)
 
     def rest(self) -> tuple[int, float] | None:
         """After a step with nothing to run: a descriptor that becomes readable when a hand-over has moved on, and the seconds after
         which to step anyway. ``None``: step on."""
-        if self._role is None or not self._idle:
+        if self._closed or self._role is None or not self._idle:
             return None
         wake, seconds = self._role.rest()
         lease = self._core.next_lease_ns()
@@ -362,8 +369,9 @@ class Engine(EngineHooks):
             self._log.tick()
             return news
         except KeyboardInterrupt:
-            self._loop.drop_all()
-            self.abort_all()
+            with hold_interrupts():  # half of it would leave sequences that nobody knows
+                self._loop.drop_all()
+                self.abort_all()
             raise
 
     def trace(self, steps: int, path: Path) -> None:
@@ -465,6 +473,12 @@ class Engine(EngineHooks):
             tokens = [row[_O_FIRST]]
         else:
             tokens = self._output(handle)[-row[_O_COUNT] :] if row[_O_COUNT] else []
+        if (kept := self._grammars.kept(handle)) is not None:
+            # The core hears of it with its next plan, which may come after another token, or after the last one.
+            tokens = tokens[: max(0, len(tokens) - (len(self._output(handle)) - kept))]
+            if row[_O_FINISH] == _HANDOVER:
+                self._core.release(handle)
+            finish = "error"
         delta = SequenceDelta(request.request_id, answer.index, tokens, finish, cached_tokens=answer.cached_tokens)
         if answer.logprobs is not None:
             delta.logprobs, answer.logprobs = answer.logprobs[: len(tokens)], answer.logprobs[len(tokens) :]
@@ -475,7 +489,7 @@ class Engine(EngineHooks):
             answer.timing.first_token = info["first_token_ns"] / 1e9
         answer.timing.last_token = time.monotonic()
         delta.timing = replace(answer.timing)
-        if row[_O_FINISH] == _HANDOVER:
+        if row[_O_FINISH] == _HANDOVER and finish is None:
             self._forget(handle, answer)
             return self._hand_over(handle, request, delta)
         if finish is not None:
@@ -581,7 +595,8 @@ class Engine(EngineHooks):
 
     def close(self) -> None:
         """Aborts what runs and releases everything; idempotent."""
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a fork has nothing that could end: neither threads nor a device
+            self._closed = True
             return
         with suppress(EngineDeadError):  # a core that stopped after a fault has nothing to abort
             self.abort_all()
@@ -603,6 +618,11 @@ class Engine(EngineHooks):
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDeadError("the engine is closed; create another one")
+        if os.getpid() != self._process:
+            raise EngineDeadError(
+                f"the engine runs in process {self._process}, of which this one is a fork without its threads; "
+                "create another one here, or start processes by 'spawn'"
+            )
 
     def __enter__(self) -> Engine:
         return self

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from deepinfer import _core
 from deepinfer.engine.step_loop import Launched
-from deepinfer.worker.grammar import DeadEndError, Grammar, fill_masks
+from deepinfer.worker.grammar import NO_TOKEN, DeadEndError, Grammar, fill_masks, mask_words
 from deepinfer.worker.runner import ModelRunner
 
 MakeGrammar = Callable[[], Grammar]
@@ -27,6 +29,7 @@ class GrammarRows:
         self._core, self._runner = core, runner
         self._matchers: dict[int, Grammar] = {}
         self._errors: dict[int, str] = {}
+        self._kept: dict[int, int] = {}
 
     def add(self, handle: int, make: MakeGrammar, produced: Sequence[int] = ()) -> None:
         """Makes the matcher of a sequence, moves it over what was produced elsewhere, and lets the core run the sequence, or end it."""
@@ -46,10 +49,15 @@ class GrammarRows:
         """A sequence has ended."""
         self._matchers.pop(handle, None)
         self._errors.pop(handle, None)
+        self._kept.pop(handle, None)
 
     def error_of(self, handle: int) -> str | None:
         """Why a sequence ended, if its grammar ended it."""
         return self._errors.get(handle)
+
+    def kept(self, handle: int) -> int | None:
+        """Output tokens of a sequence that its grammar has ended; what the core has beyond them was drawn before it could know."""
+        return self._kept.get(handle)
 
     def move(self, handle: int, count: int, tokens: Callable[[], Sequence[int]]) -> None:
         """Tells a matcher the ``count`` newest tokens of its sequence, which the core has kept; one that refuses ends the sequence."""
@@ -60,11 +68,17 @@ class GrammarRows:
         try:
             while accepted < count and matcher.accept(new[accepted]):
                 accepted += 1
-            why = f"the grammar refuses token {new[accepted]}" if accepted < count else ""
+            why = "" if accepted == count else self._refusal(matcher, new[accepted])
         except Exception as e:
             why = f"the grammar failed with {type(e).__name__}: {e}"
         if why:
             self._end(handle, count - accepted, why)
+
+    def _refusal(self, matcher: Grammar, token: int) -> str:
+        """Behind a draft after which nothing may follow, a token has been drawn without a mask."""
+        row = np.zeros(mask_words(self._runner.model.vocab_size), np.int32)
+        matcher.fill_mask(row)
+        return f"the grammar refuses token {token}" if row.any() else NO_TOKEN
 
     def fill(self, launched: Launched) -> None:
         """Writes the masks of a launched step's grammar rows. The step before it has completed."""
@@ -92,4 +106,5 @@ class GrammarRows:
         del self._matchers[handle]
         self._errors[handle] = why
         if (info := self._core.info(handle)) is not None:
-            self._core.stop_at(handle, info["output_tokens"] - beyond, "error")
+            self._kept[handle] = info["output_tokens"] - beyond
+            self._core.stop_at(handle, self._kept[handle], "error")

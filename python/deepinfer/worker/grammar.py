@@ -32,6 +32,9 @@ class Grammar(Protocol):
         """Takes the last ``count`` tokens back."""
 
 
+NO_TOKEN = "the grammar allows no token here"
+
+
 class DeadEndError(ValueError):
     """A grammar allows no token."""
 
@@ -63,7 +66,7 @@ def fill_masks(grammar: Grammar, rows: NDArray[np.int32], drafts: Sequence[int])
             grammar.fill_mask(row)
             if not row.any():
                 if not nth:
-                    raise DeadEndError("the grammar allows no token here")
+                    raise DeadEndError(NO_TOKEN)
                 rows[nth:] = -1  # a draft that ends what the grammar describes: nothing may follow it
                 return
     finally:

@@ -345,7 +345,8 @@ class ModelRunner:
         """Sorts sampling rows by what they need, so that the device is never asked."""
         a, n, r = step.slot.a, step.header.seqs, step.header.samples
         state_row = a["state_row"][:n]
-        row_slot = np.repeat(state_row, np.diff(a["sample_off"][: n + 1])) if r != n else state_row
+        one_each = r == n and not step.header.draft_rows  # with drafts the rows of one may stand in for those of a prompt's chunk
+        row_slot = state_row if one_each else np.repeat(state_row, np.diff(a["sample_off"][: n + 1]))
         a["row_slot"][:r] = row_slot
         if step.header.draft_rows:
             step.chosen.longest = int(np.diff(a["sample_off"][: n + 1]).max())

@@ -1,0 +1,83 @@
+"""Whatever runs beside a request, is drafted, preempted, swapped, masked, aborted or fails: it gets what it would get alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import api_kit
+import differential_kit as kit
+from deepinfer import LLM
+from deepinfer.sampling import SamplingParams
+from engine_kit import collect, make_engine, random_prompts, request, same_bits, tiny_checkpoint
+
+PLAIN = {
+    "block_size": 16,
+    "num_kv_blocks": 32,
+    "max_model_len": kit.MAX_LEN,
+    "max_num_seqs": 1,
+    "zero_overhead": False,
+    "enable_prefix_caching": False,
+    "swap_space_gib": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def alone(device: str) -> Iterator[LLM]:
+    """One request, one step at a time, nothing but the model."""
+    with LLM(api_kit.tiny_model(), device=device, dtype="float32", quiet=True, num_threads=1, **PLAIN) as made:
+        yield made
+
+
+def check(seed: int, device: str, alone: LLM) -> dict[str, int]:
+    play = kit.Play.of(seed)
+    with LLM(api_kit.tiny_model(), device=device, dtype="float32", quiet=True, num_threads=1, **play.settings) as llm:
+        found = kit.perform(llm, play)
+        wrong = kit.leftovers(llm)
+        done = {"preemptions": llm.engine.core_stats()["preemptions"], "drafts": llm.engine.counters.draft_rows}
+    wrong += kit.differences(play, found, {job.name: kit.alone(alone, job) for job in play.jobs})
+    assert not wrong, f"seed {seed}, {play.settings}: {wrong}"
+    return done
+
+
+def test_everything_at_once_is_as_each_alone(device: str, alone: LLM) -> None:
+    done = [check(seed, device, alone) for seed in range(6)]
+    assert sum(d["drafts"] for d in done) > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(1000, 1400, 10))
+def test_everything_at_once_at_length(first: int, device: str, alone: LLM) -> None:
+    for seed in range(first, first + 10):
+        check(seed, device, alone)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_draft_rows_that_are_as_many_as_the_sequences(overlap: bool, device: str) -> None:
+    """Two rows of one sequence beside a prompt's chunk, which has none: each row still has the sampling of its own sequence."""
+    drafted = SamplingParams(
+        temperature=0, max_tokens=40, presence_penalty=1.0, logit_bias={52: 9.0, 239: 10.0}, logprobs=2, ignore_eos=True
+    )
+    plain = SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True)
+    prompts, found = random_prompts((5, 90)), []
+    for drafts in ({}, {"speculative": "ngram", "num_draft_tokens": 1, "ngram_min": 1, "draft_budget": 8}):
+        with make_engine(
+            tiny_checkpoint("llama"), device, zero_overhead=overlap, max_num_seqs=2, max_num_batched_tokens=4, **drafts
+        ) as engine:
+            seen, launch = [0], engine._runner.launch_sample
+
+            def launched(step, launch=launch, seen=seen):  # type: ignore[no-untyped-def]
+                rows = np.diff(step.slot.a["sample_off"][: step.header.seqs + 1])
+                seen[0] += rows.max() > 1 and rows.sum() == len(rows)
+                launch(step)
+
+            engine._runner.launch_sample = launched  # type: ignore[method-assign]
+            engine.add_request(request("a", prompts[0], drafted))
+            for _ in range(6):
+                engine.step()
+            engine.add_request(request("b", prompts[1], plain))
+            found.append(collect(engine))
+            assert (seen[0] > 0) == bool(drafts)
+    assert same_bits(found[0]["a", 0], found[1]["a", 0]) and same_bits(found[0]["b", 0], found[1]["b", 0])
