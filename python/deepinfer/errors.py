@@ -93,6 +93,10 @@ class KvLayoutError(HandoverError):
     """The KV of two engines means different things (model, dtype, block size, format); the message names each field that differs."""
 
 
+class NoRoomError(HandoverError):
+    """A completion engine was full for as long as a hand-over may take; nothing is wrong with the request, it can be sent again."""
+
+
 class KvTransferError(TransferError):
     """KV could not be handed from one process to another; the message says why, and nothing stays taken."""
 

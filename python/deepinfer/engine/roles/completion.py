@@ -19,7 +19,7 @@ import torch
 from deepinfer.engine.roles.device import PageCopies
 from deepinfer.engine.roles.mover import Mover
 from deepinfer.engine.roles.transport import Transport
-from deepinfer.errors import DeepInferError, HandoverError, KvLayoutError, TransferError
+from deepinfer.errors import DeepInferError, HandoverError, KvLayoutError, NoRoomError, TransferError
 from deepinfer.kvcache.handover import Handover
 from deepinfer.kvcache.layout import KvLayout
 
@@ -111,23 +111,26 @@ class CompletionRole:
             if error is not None:
                 failed.append((incoming.handle, error))
         for incoming in [i for i in self._incoming.values() if i.transfer is None]:
-            self._reserve(incoming)
+            if not self._reserve(incoming):
+                break  # room is for the oldest: else small ones that keep coming would hold a large one out for good
         for _, number in self._core.drain_remote_releases():
             self.refuse(self._tickets.pop(number, b""))
         return failed
 
-    def _reserve(self, incoming: _Incoming) -> None:
+    def _reserve(self, incoming: _Incoming) -> bool:
+        """Takes room for a sequence and has its KV fetched; False while there is none."""
         info = self._core.info(incoming.handle)
         if info is None or info["status"] != "wait_kv":
-            return  # the core has not seen it yet, or has ended it
+            return True  # the core has not seen it yet, or has ended it
         record, transport = incoming.record, self._transport
         try:
             transfer = self._core.begin_load(incoming.handle, record.computed)
         except TransferError:
-            return  # no room now; its lease bounds how long this is tried
+            return False  # its lease bounds how long this is tried
         payload = self._copies.buffer(record.computed)
         incoming.transfer, incoming.payload = transfer, payload
         self._mover.submit(incoming, lambda: transport.pull(record.ticket, [payload]))
+        return True
 
     def _moved(self, incoming: _Incoming, result: object) -> DeepInferError | None:
         """A payload was fetched, or stored, or neither; gives the error that ended it."""
@@ -156,9 +159,14 @@ class CompletionRole:
         self._core.transfer_ended(transfer["transfer"], error is None)
         return error
 
-    def late(self, handle: int) -> str | None:
+    def late(self, handle: int) -> HandoverError | None:
         """What to say of a sequence that the core ended while its KV was on the way; ``None`` if it was not."""
-        return self._too_late() if handle in self._incoming else None
+        incoming = self._incoming.get(handle)
+        if incoming is None:
+            return None
+        if incoming.transfer is None:
+            return NoRoomError(f"there was no room for its KV within {self._lease:g} s; the sequences that run here need all of it")
+        return HandoverError(self._too_late())
 
     def _too_late(self) -> str:
         return f"its KV did not arrive within {self._lease:g} s"

@@ -9,10 +9,11 @@ request comes in, so the tokens are the same, and those already given out are no
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from deepinfer.engine.async_engine.line import EngineLine
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.engine.text_side import load_text_side
-from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, HandoverError
+from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, HandoverError, NoRoomError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 _WINDOW = 60.0
 """Seconds within which more restarts than allowed end the pair."""
 
+_AGAIN = {kind.__name__: kind for kind in (HandoverError, NoRoomError)}
+"""Errors of a hand-over after which the answer is made again from its prompt."""
+
 
 class _Side:
     """One of the two processes, in all its lives."""
@@ -41,6 +45,7 @@ class _Side:
         self.name = name
         self.start = start
         self.line = EngineLine(start, f"{name} engine")
+        self.started = asyncio.Event()  # set while this life takes messages, and for good at the end of the pair
         self.up = False
         self.waiting: list[tuple[str, Any]] = []  # (key, message) for the next life
         self.ends: deque[float] = deque()
@@ -58,8 +63,8 @@ class _Flight:
     request: EngineRequest  # of this answer alone; its id is the caller's
     index: int
     side: _Side
-    key: str = ""  # id in the engines; another one for each run
-    run: int = 0
+    key: str = ""  # id in the engines; never used twice, so that late news of one run are not taken for another's
+    run: int = 0  # reruns that count
     made: int = 0  # tokens of this run
     given: int = 0  # tokens given out
     told_prompt: bool = False
@@ -109,6 +114,7 @@ class PrefillDecodePair(AsyncFront):
         self._flights: dict[str, _Flight] = {}
         self._later: dict[str, list[_Flight]] = {}  # further answers to a prompt, until the first one's prompt is in the index
         self._restarting: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count()
         resolved = resolve_model(self.config.model, revision=self.config.revision, load_format=self.config.load_format)
         self._prompt = _Side("prompt", wire.Start(self.config, ENGINE, registrations()))
         self._completion = _Side("completion", wire.Start(other, ENGINE, registrations()))
@@ -137,14 +143,20 @@ class PrefillDecodePair(AsyncFront):
 
     async def core_counts(self) -> dict[str, _core.Counts]:
         """Blocks and state slots by state, of ``"prompt"`` and ``"completion"``. Raises EngineDeadError if one of them ends meanwhile."""
-        await self.ready()
-        return {side.name: (await side.line.call(wire.Count)).counts for side in self._sides}
+        return {side.name: (await self._ask(side, wire.Count)).counts for side in self._sides}
 
     async def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits float32 ``[len(token_ids), vocab_size]`` of every position, in one forward of the prompt engine."""
-        await self.ready()
         ids = [int(i) for i in token_ids]
-        return (await self._prompt.line.call(lambda number: wire.Logits(number, ids))).values
+        return (await self._ask(self._prompt, lambda number: wire.Logits(number, ids))).values
+
+    async def _ask(self, side: _Side, question: Callable[[int], Any]) -> Any:
+        """A process's answer; one that is being started again is asked when it is up."""
+        await self.ready()
+        await side.started.wait()
+        if self._dead is not None:
+            raise type(self._dead)(*self._dead.args)
+        return await side.line.call(question)
 
     @property
     def _sides(self) -> tuple[_Side, _Side]:
@@ -165,6 +177,7 @@ class PrefillDecodePair(AsyncFront):
     def _listen(self, side: _Side) -> None:
         line = side.line
         side.up = True
+        side.started.set()
         line.listen(lambda message: self._hear(side, message), lambda error: self._lost(side, line, error))
         for each in self._sides if self._prompt.up and self._completion.up else ():
             waiting, each.waiting = each.waiting, []
@@ -177,6 +190,7 @@ class PrefillDecodePair(AsyncFront):
         if self._dead is not None or side.line is not line:
             return
         side.up = False
+        side.started.clear()
         now = time.monotonic()
         side.ends.append(now)
         while side.ends[0] < now - _WINDOW:
@@ -189,17 +203,21 @@ class PrefillDecodePair(AsyncFront):
         task.add_done_callback(self._restarting.discard)
         unsent = {key for key, _ in side.waiting}
         for flight in [f for f in self._flights.values() if f.side is side and f.key not in unsent]:
+            if flight.key not in self._flights:
+                continue  # its request has failed with another answer's
             if flight.side is self._completion:
                 self._prompt.tell(wire.Abort(flight.key))  # nobody will take it over any more
             self._again(flight, error)
 
     async def _restart(self, side: _Side, line: EngineLine) -> None:
-        side.line = EngineLine(side.start, f"{side.name} engine")
+        if self._dead is not None:
+            return  # closed meanwhile: a process that starts now would be nobody's
         try:
+            side.line = EngineLine(side.start, f"{side.name} engine")
             await asyncio.to_thread(line.end)
             await line.close()
             await side.line.connect()
-        except DeepInferError as e:
+        except (DeepInferError, OSError) as e:
             self._lost(side, side.line, e if isinstance(e, EngineDeadError) else EngineDeadError(f"the {side.name} engine: {e}"))
             return
         if self._dead is None:
@@ -217,7 +235,7 @@ class PrefillDecodePair(AsyncFront):
         self._start_flight(flights[0])
 
     def _start_flight(self, flight: _Flight) -> None:
-        flight.key = f"{flight.request.request_id}/{flight.index}/{flight.run}"
+        flight.key = f"{flight.request.request_id}/{flight.index}/{next(self._numbers)}"
         flight.side, flight.made = self._prompt, 0
         self._flights[flight.key] = flight
         self._send(self._prompt, flight.key, wire.Add(replace(flight.request, request_id=flight.key)))
@@ -232,10 +250,12 @@ class PrefillDecodePair(AsyncFront):
     def _again(self, flight: _Flight, error: DeepInferError) -> None:
         """Makes an answer again from its prompt, or fails its request."""
         self._flights.pop(flight.key, None)
-        if flight.run >= self._max_reruns:
+        # Only a full house: nothing has failed, and as long as others finish there will be room.
+        counts = not isinstance(error, NoRoomError)
+        if counts and flight.run >= self._max_reruns:
             self._give_up(flight.request.request_id, error)
             return
-        flight.run += 1
+        flight.run += counts
         self._outputs.note_rerun(flight.request.request_id)
         self._start_flight(flight)
 
@@ -269,15 +289,15 @@ class PrefillDecodePair(AsyncFront):
                         self._move(flight, delta)
             case wire.Rejected(key, error):
                 flight = self._flights.get(key)
-                if flight is not None and error.kind == HandoverError.__name__:
+                if flight is not None and error.kind in _AGAIN:
                     self._again(flight, error.exception())
                 elif flight is not None:
                     self._give_up(flight.request.request_id, error.exception())
 
     def _move(self, flight: _Flight, delta: SequenceDelta) -> None:
         request_id = flight.request.request_id
-        if delta.error_kind == HandoverError.__name__:
-            self._again(flight, HandoverError(delta.error))
+        if delta.error_kind in _AGAIN:
+            self._again(flight, _AGAIN[delta.error_kind](delta.error))
             return
         for later in self._later.pop(request_id, ()):
             self._start_flight(later)
@@ -313,6 +333,7 @@ class PrefillDecodePair(AsyncFront):
         self._later.clear()
         for side in self._sides:
             side.line.fail_calls(error)
+            side.started.set()
 
     async def _drain(self) -> None:
         await asyncio.gather(*(side.line.drain() for side in self._sides))
