@@ -219,6 +219,44 @@ def test_what_cannot_be_a_group_is_refused() -> None:
         TorchVote()
 
 
+def test_a_rank_that_does_not_come_is_a_group_error_for_those_that_wait(tmp_path: Path) -> None:
+    """Two ranks meet; one of them never makes the group."""
+    code = """
+import sys, time
+import torch.distributed as dist
+from deepinfer.distributed import TorchVote
+from deepinfer.errors import RankGroupError
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/meet", rank=rank, world_size=2)
+try:
+    if rank == 0:
+        TorchVote(timeout_s=0.5)
+    else:
+        sys.stdin.read()  # stays until the other has given up
+except RankGroupError as error:
+    print(error)
+"""
+    path = os.pathsep.join([str(Path(deepinfer.__file__).parent.parent), *sys.path])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(tmp_path)],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = ranks[0].communicate(timeout=60)[0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert "met not every rank within 0.5 s" in told
+
+
 def test_other_threads_may_ask_the_core_while_a_round_waits() -> None:
     """A round needs the interpreter while the core is in use: whoever asks the core meanwhile must not hold it."""
     import threading

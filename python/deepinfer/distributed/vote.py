@@ -42,6 +42,7 @@ class TorchVote:
 
     Raises:
         ConfigError: torch.distributed is not initialised, or a value is out of range.
+        RankGroupError: a rank did not come within ``timeout_s``, or cannot be reached.
     """
 
     def __init__(self, ranks: Sequence[int] | None = None, *, timeout_s: float = 8.0, backend: str = "gloo") -> None:
@@ -50,7 +51,14 @@ class TorchVote:
         if not 0 < timeout_s < float("inf"):
             raise ConfigError(f"timeout_s is {timeout_s}; give seconds above 0")
         self._timeout = timedelta(seconds=timeout_s)
-        group = dist.new_group(ranks=list(ranks) if ranks is not None else None, timeout=self._timeout, backend=backend)
+        try:
+            group = dist.new_group(ranks=list(ranks) if ranks is not None else None, timeout=self._timeout, backend=backend)
+        except RuntimeError as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RankGroupError(
+                f"rank {dist.get_rank()} met not every rank within {timeout_s:g} s: {why}; "
+                "have all ranks loaded before they make their group"
+            ) from error
         if not isinstance(group, dist.ProcessGroup):
             raise ConfigError(f"rank {dist.get_rank()} is not one of the ranks {ranks} that vote")
         self._group: dist.ProcessGroup | None = group
