@@ -1,11 +1,12 @@
 """One rank of a group in a process of its own: a core with random arrivals, its steps agreed over gloo.
 
-``python rank.py RANK RANKS FOLDER STEPS SEED``: the ranks meet through a file in FOLDER. Writes ``RANK.steps`` (one line each 100
-steps) and, at the end, ``RANK.json``: steps, kinds, rounds, the error that ended the group if one did, and when it was noticed.
+``python rank.py RANK RANKS FOLDER STEPS SEED``: the ranks meet through a file in FOLDER. Writes ``RANK.json`` after STEPS steps (kinds,
+rounds, votes, tokens) and goes on until the group ends; then ``RANK.end.json``: the error, and when it was noticed.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -40,6 +41,13 @@ class Counting:
         self.vote.close()
 
 
+def write(path: Path, what: dict[str, Any]) -> None:
+    """All at once: whoever waits for the file reads all of it."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(what))
+    part.rename(path)
+
+
 def main(rank: int, ranks: int, folder: Path, steps: int, seed: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
@@ -50,10 +58,12 @@ def main(rank: int, ranks: int, folder: Path, steps: int, seed: int) -> None:
     # The last rank stays empty for long: it has dummy steps only.
     rate = 0.0 if rank == ranks - 1 else 0.15
     made: list[int] = []
-    result: dict[str, Any] = {"error": None, "output": 0}
-    progress = (folder / f"{rank}.steps").open("a")
+    output = 0
     try:
-        for step in range(steps):
+        for step in itertools.count():
+            if step == steps:
+                votes = driver.core.metrics()["votes"]
+                write(folder / f"{rank}.json", {"kinds": made, "rounds": vote.rounds, "votes": votes, "output": output})
             if chance.random() < (rate if step < steps // 2 else 0.15):
                 handle = driver.core.add(prompt(chance.randrange(1, 90), chance.randrange(900)), max_new_tokens=chance.randrange(1, 30))[0]
                 if chance.random() < 0.1:
@@ -65,15 +75,11 @@ def main(rank: int, ranks: int, folder: Path, steps: int, seed: int) -> None:
             else:
                 if driver.ring[slot]["header"][0] != 4:
                     driver.sample(slot)
-                result["output"] += sum(row[4] for row in driver.complete(slot))
-            if step % 100 == 99:
-                print(step + 1, file=progress, flush=True)
+                output += sum(row[4] for row in driver.complete(slot))
     except RankGroupError as error:
-        result |= {"error": str(error), "noticed": time.time()}
+        end = {"error": str(error), "noticed": time.time()}
     driver.check_counts()
-    result |= {"kinds": made, "rounds": vote.rounds, "votes": driver.core.metrics()["votes"]}
-    (folder / f"{rank}.json.part").write_text(json.dumps(result))
-    (folder / f"{rank}.json.part").rename(folder / f"{rank}.json")
+    write(folder / f"{rank}.end.json", end)
     driver.core.close()
 
 

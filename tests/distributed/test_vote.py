@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -42,27 +43,32 @@ class Group:
         ]
 
     def result(self, rank: int, seconds: float) -> dict[str, Any]:
+        """What a rank had made after so many steps. It goes on."""
+        path = self.folder / f"{rank}.json"
+        end = time.monotonic() + seconds
+        while not path.is_file():
+            if time.monotonic() > end or self.ranks[rank].poll() is not None:
+                pytest.fail(self._errors(rank) or f"rank {rank} makes no steps")
+            time.sleep(0.02)
+        return json.loads(path.read_text())
+
+    def end(self, rank: int, seconds: float) -> dict[str, Any]:
         """What a rank wrote at its end."""
         try:
             self.ranks[rank].wait(seconds)
         except subprocess.TimeoutExpired:
             pytest.fail(f"rank {rank} hangs")
-        path = self.folder / f"{rank}.json"
+        path = self.folder / f"{rank}.end.json"
         if not path.is_file():
-            pytest.fail((self.folder / f"{rank}.err").read_text()[-2000:])
+            pytest.fail(self._errors(rank))
         return json.loads(path.read_text())
 
-    def wait_for_steps(self, rank: int, seconds: float) -> None:
-        """Until a rank has made some steps."""
-        end = time.monotonic() + seconds
-        path = self.folder / f"{rank}.steps"
-        while not (path.is_file() and path.read_text()):
-            if time.monotonic() > end or self.ranks[rank].poll() is not None:
-                pytest.fail((self.folder / f"{rank}.err").read_text()[-2000:] or f"rank {rank} makes no steps")
-            time.sleep(0.02)
+    def _errors(self, rank: int) -> str:
+        return (self.folder / f"{rank}.err").read_text()[-2000:]
 
 
-def run(folder: Path, steps: int) -> Iterator[Group]:
+@contextlib.contextmanager
+def running(folder: Path, steps: int) -> Iterator[Group]:
     group = Group(folder, steps)
     try:
         yield group
@@ -73,38 +79,27 @@ def run(folder: Path, steps: int) -> Iterator[Group]:
             rank.wait()
 
 
-@pytest.fixture
-def finite(tmp_path: Path) -> Iterator[Group]:
-    yield from run(tmp_path, 2000)
-
-
-@pytest.fixture
-def endless(tmp_path: Path) -> Iterator[Group]:
-    yield from run(tmp_path, 10**9)
-
-
-def test_four_processes_make_the_same_two_thousand_steps(finite: Group) -> None:
-    results = [finite.result(rank, 120) for rank in range(RANKS)]
-    assert [r["error"] for r in results] == [None] * RANKS
+@pytest.mark.parametrize(
+    ("steps", "how"), [(600, signal.SIGKILL), pytest.param(2000, signal.SIGSTOP, marks=pytest.mark.nightly)], ids=["killed", "hanging"]
+)
+def test_four_processes_make_the_same_steps_and_report_a_lost_one_within_ten_seconds(
+    tmp_path: Path, steps: int, how: signal.Signals
+) -> None:
+    with running(tmp_path, steps) as group:
+        results = [group.result(rank, 120) for rank in range(RANKS)]
+        group.ranks[1].send_signal(how)
+        lost = time.time()
+        ends = [group.end(rank, 20) for rank in (0, 2, 3)]
     first = results[0]
-    assert len(first["kinds"]) == 2000
+    assert len(first["kinds"]) == steps
     assert {1, 2} <= set(first["kinds"])
     assert all(r["kinds"] == first["kinds"] for r in results), "another kind of step on some rank"
     assert len({r["rounds"] for r in results}) == 1, "another number of rounds on some rank"
     assert all(r["votes"] == first["votes"] for r in results)
     assert all(r["output"] > 0 for r in results)
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)], ids=["killed", "hanging"])
-def test_a_rank_that_is_lost_is_reported_by_the_others_within_ten_seconds(endless: Group, how: signal.Signals) -> None:
-    for rank in range(RANKS):
-        endless.wait_for_steps(rank, 60)
-    endless.ranks[1].send_signal(how)
-    lost = time.time()
-    for rank in (0, 2, 3):
-        result = endless.result(rank, 20)
-        assert result["noticed"] - lost < 10
-        assert result["error"].startswith("rank group: contact with a rank is lost (rank ")
+    for end in ends:
+        assert end["noticed"] - lost < 10
+        assert end["error"].startswith("rank group: contact with a rank is lost (rank ")
 
 
 class Alone:

@@ -29,8 +29,11 @@ def fix_rates(engine: Engine, swap: float, prefill: float, monkeypatch: pytest.M
     engine._core.set_rates(swap, prefill)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "overlap"),
+    [("bfloat16", True), ("float32", False)]
+    + [pytest.param(*v, marks=pytest.mark.nightly) for v in (("float32", True), ("bfloat16", False))],
+)
 def test_swapped_recomputed_and_never_preempted_are_the_same(
     device: str, dtype: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

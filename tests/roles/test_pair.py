@@ -23,6 +23,8 @@ from deepinfer import LLM, PrefillDecodePair, RequestOutput, SamplingParams
 from deepinfer.engine.async_engine import wire
 from deepinfer.errors import ConfigError, EmptyPromptError, EngineDeadError, InvalidRequestError, KvLayoutError
 
+# What becomes of requests is the front's doing, whatever carries the KV: over TCP at night.
+SHORT = ["shm", pytest.param("tcp", marks=pytest.mark.nightly)]
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
 LEASE = 3.0
@@ -179,6 +181,7 @@ async def up(pair: PrefillDecodePair) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("pair", SHORT, indirect=True)
 def test_a_killed_prompt_process_costs_its_requests_a_rerun(pair: PrefillDecodePair, run: Run[Any]) -> None:
     """What it computes is made again, what was handed over and not fetched is made again, what decodes goes on."""
 
@@ -208,6 +211,7 @@ async def at_decode(pair: PrefillDecodePair, number: int = 1) -> None:
         await asyncio.sleep(0.005)
 
 
+@pytest.mark.parametrize("pair", SHORT, indirect=True)
 def test_a_killed_completion_process_costs_its_requests_a_rerun(pair: PrefillDecodePair, run: Run[Any]) -> None:
     """A stream goes on where it stood, without a token twice; what waits to be taken over is made again too."""
 
@@ -235,6 +239,7 @@ def test_a_killed_completion_process_costs_its_requests_a_rerun(pair: PrefillDec
     run(kill())
 
 
+@pytest.mark.parametrize("pair", SHORT, indirect=True)
 def test_a_completion_process_that_hangs_holds_no_block_past_the_lease(pair: PrefillDecodePair, run: Run[Any]) -> None:
     async def hang() -> None:
         want = essence(await last_of(pair.generate("hangs " * 20, GREEDY)))

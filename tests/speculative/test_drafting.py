@@ -223,7 +223,7 @@ def test_a_real_model_copies_in_fewer_steps(device: str, overlap: bool) -> None:
     found, steps = [], []
     for speculative in (None, "ngram"):
         llm = LLM(
-            "smollm2", device=device, dtype="float32", max_model_len=256, num_threads=2, speculative=speculative, zero_overhead=overlap
+            "smollm2", device=device, dtype="float32", max_model_len=256, num_threads=1, speculative=speculative, zero_overhead=overlap
         )
         with llm:
             outputs = llm.generate(prompts, params)
