@@ -141,6 +141,22 @@ def test_a_grammar_goes_on_where_it_stood(pair: Pair, device: str) -> None:
     pair.check_rest()
 
 
+class Refusing(Threes):
+    """Refuses every token, also those it has allowed."""
+
+    def accept(self, token: int) -> bool:
+        return False
+
+
+def test_a_first_token_that_its_grammar_refuses_is_not_handed_over(pair: Pair) -> None:
+    for r in requests(random_prompts((20, 40)), grammar=Refusing):
+        pair.prompt.add_request(r)
+    found = engine_kit.collect(pair.prompt)
+    assert all(a.finish == "error" and not a.tokens and "refuses token" in (a.error or "") for a in found.values()) and len(found) == 2
+    assert not pair.records
+    pair.check_rest()
+
+
 def test_hooks_of_a_hand_over_are_called_once(pair: Pair) -> None:
     prompts = random_prompts((20, 40, 60))
     one = request("one", random_prompts([9])[0], GREEDY.clone(max_tokens=1))

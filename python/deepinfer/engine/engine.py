@@ -476,8 +476,8 @@ class Engine(EngineHooks):
         if (kept := self._grammars.kept(handle)) is not None:
             # The core hears of it with its next plan, which may come after another token, or after the last one.
             tokens = tokens[: max(0, len(tokens) - (len(self._output(handle)) - kept))]
-            if row[_O_FINISH] == _HANDOVER:
-                self._core.release(handle)
+            if isinstance(self._role, PromptRole) and row[_O_FINISH] == _HANDOVER:
+                self._role.drop(handle)
             finish = "error"
         delta = SequenceDelta(request.request_id, answer.index, tokens, finish, cached_tokens=answer.cached_tokens)
         if answer.logprobs is not None:

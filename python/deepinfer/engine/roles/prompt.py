@@ -91,12 +91,16 @@ class PromptRole:
         try:
             out = self._begin(handle, request, delta)
         except Exception as e:
-            self._core.release(handle)
-            self._settling = True
+            self.drop(handle)
             if isinstance(e, DeepInferError):
                 raise
             raise HandoverError(f"the hand-over failed with {type(e).__name__}: {e}") from e
         self._outgoing[handle] = out
+
+    def drop(self, handle: int) -> None:
+        """Gives up what a sequence that will not be handed over still holds."""
+        self._core.release(handle)
+        self._settling = True
 
     def _begin(self, handle: int, request: EngineRequest, delta: SequenceDelta) -> _Outgoing:
         saved = self._core.begin_save(handle)
