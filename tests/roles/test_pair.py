@@ -316,12 +316,12 @@ def test_questions_to_a_process_that_has_ended_wait_for_the_next_one(pair: Prefi
 
 
 def test_answers_that_wait_for_room_longer_than_a_lease_come_in_the_end(device: str) -> None:
-    """A completion process that is full is no fault: nothing fails, whatever `max_reruns` says."""
+    """A completion process that is full is no fault: reruns for want of room do not count."""
 
     async def crowd() -> None:
-        settings = {**SETTINGS, "handover_lease": 0.1, "max_reruns": 0, "completion_settings": {"max_num_seqs": 1}}
+        settings = {**SETTINGS, "handover_lease": 0.5, "max_reruns": 1, "completion_settings": {"max_num_seqs": 1}}
         async with PrefillDecodePair(api_kit.tiny_model(), device=device, **settings) as pair:
-            outputs = await asyncio.gather(*(last_of(pair.generate(f"crowd {i}", LONG)) for i in range(5)))
+            outputs = await asyncio.gather(*(last_of(pair.generate(f"crowd {i}", LONG.clone(max_tokens=400))) for i in range(7)))
             assert all(o.outputs[0].finish_reason == "length" for o in outputs)
             assert any(o.num_reruns for o in outputs)
             await at_rest(pair)
