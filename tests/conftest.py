@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Before CUDA starts: some tests touch it before the first engine does.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
     os.environ.setdefault("DEEPINFER_QUIET", "1")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it for what it starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

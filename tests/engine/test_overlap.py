@@ -110,14 +110,15 @@ def median_step(engine: Engine, sleep: list[float], seconds: float, steps: int =
 
 def test_the_hosts_part_is_hidden_until_it_is_the_longer_one(device: str) -> None:
     """A real model and a sleep in the host's part. Other work on the machine disturbs times, so a disturbed attempt is repeated."""
+    if device != "cpu":
+        pytest.skip("on a GPU the reference operators are bound by their launches: the host is the longer part without any sleep")
     seen = []
     for _ in range(6):
         found: dict[bool, tuple[float, float]] = {}
         for overlap in (True, False):
             with make_engine(tiny_checkpoint("llama"), device, zero_overhead=overlap, max_model_len=512) as engine:
                 forward = engine.model.forward
-                repeats = 8 if device == "cpu" else 1
-                engine.model.forward = lambda *a, f=forward, n=repeats: [f(*a) for _ in range(n)][-1]  # type: ignore[method-assign]
+                engine.model.forward = lambda *a, f=forward: [f(*a) for _ in range(8)][-1]  # type: ignore[method-assign]
                 sleep = [0.0]
                 wrap_core(engine, {"schedule": lambda s=sleep: time.sleep(s[0])})  # type: ignore[misc]
                 for i, prompt in enumerate(random_prompts([20] * 8)):
