@@ -315,6 +315,7 @@ def test_questions_to_a_process_that_has_ended_wait_for_the_next_one(pair: Prefi
     run(ask())
 
 
+@pytest.mark.nightly
 def test_answers_that_wait_for_room_longer_than_a_lease_come_in_the_end(device: str) -> None:
     """A completion process that is full is no fault: reruns for want of room do not count."""
 
