@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from deepinfer.platforms import to_device
+
 KEY_TILE = 64
 """Keys of one tile; tile ``t`` holds positions ``64 t … 64 t + 63`` of its sequence."""
 
@@ -100,15 +102,9 @@ def make_plan(
     if rows == decodes:
         row_sequence = torch.arange(decodes, device=device)
     else:
-        borders = _on_device(cu_q[1 : decodes + 1], device)
+        borders = to_device(torch.tensor(cu_q[1 : decodes + 1]), device)
         row_sequence = torch.searchsorted(borders, torch.arange(rows, device=device), right=True)
     return AttentionPlan(positions, block_table, cu_q, seq_len, decodes, page_tokens, row_sequence, query_block)
-
-
-def _on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 on ``device``; through page-locked memory, so that the launching thread does not wait for the copy."""
-    host = torch.tensor(numbers)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def ring_tiles(window: int) -> int:

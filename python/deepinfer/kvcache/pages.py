@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from deepinfer.kvcache.layout import KvLayout, Section
+from deepinfer.platforms import to_device
 from deepinfer.worker.kv_cache import KVCache
 
 Pages = Sequence[Sequence[int]]
@@ -85,7 +86,7 @@ def _indices(kv: KVCache, pages: Sequence[int], count: int) -> torch.Tensor:
     if len(host) != count:
         raise ValueError(f"{len(host)} pages were given and {count} are needed")
     device = next(iter(kv.tensors.values())).device
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return to_device(host, device)
 
 
 def _rows(kv: KVCache, section: Section) -> torch.Tensor:

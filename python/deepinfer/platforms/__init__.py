@@ -5,6 +5,7 @@ invariance rests on (set before the device starts). Never touches: models, the s
 A leaf: any layer may import it. `get_platform("auto" | "cpu" | "cuda" | "cuda:1")` is the entrance.
 """
 
+from deepinfer.platforms.copies import to_device
 from deepinfer.platforms.detect import Platform, available_devices, get_platform
 
-__all__ = ["Platform", "available_devices", "get_platform"]
+__all__ = ["Platform", "available_devices", "get_platform", "to_device"]

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from deepinfer.models.base import ForwardBatch, Model, PagedGroup, StateGroup
+from deepinfer.platforms import to_device
 from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, run_in_order
 from deepinfer.worker.grammar import MaskBuffers, apply_masks
 from deepinfer.worker.host_pages import HostPages, sort_commands
@@ -509,9 +510,7 @@ class ModelRunner:
     def _prompt_logprobs(self, hidden: torch.Tensor, piece: PromptPiece, result: StepResult) -> None:
         """Log-probabilities of the prompt token after each prompt row of a piece."""
         for at in range(0, len(piece.targets), _LOGIT_ROWS):
-            targets = torch.tensor(piece.targets[at : at + _LOGIT_ROWS], dtype=torch.int64)
-            if self._pinned:
-                targets = targets.pin_memory().to(self.device, non_blocking=True)
+            targets = to_device(torch.tensor(piece.targets[at : at + _LOGIT_ROWS], dtype=torch.int64), self.device)
             logits = self.model.logits(hidden[piece.first + at : piece.first + at + len(targets)])
             values = gather_logprobs(logits, targets, piece.count).to_host(self._pinned)
             result.prompt_logprobs.append(PromptLogprobs(piece.index, piece.start + at, values))

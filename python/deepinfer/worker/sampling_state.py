@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deepinfer.platforms import to_device
 from deepinfer.sampling import SamplingParams
 
 # Columns of the packed table, int32 words; floats are stored by their bits.
@@ -227,8 +228,3 @@ class SamplingState:
             return recent
         at = (before >= 0).sum(1, keepdim=True) + torch.arange(n, device=recent.device)
         return torch.cat([recent, before], 1).gather(1, at)
-
-
-def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that does not make the launching thread wait: through pinned memory on a GPU, none at all on a CPU."""
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
