@@ -12,11 +12,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -33,9 +32,8 @@ from deepinfer.errors import (
     PromptTooLongError,
     TokenOutOfRangeError,
 )
+from process_kit import Run, event_loop, gone
 
-T = TypeVar("T")
-Run = Callable[[Coroutine[Any, Any, T]], T]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = GREEDY.clone(max_tokens=400)
 
@@ -43,13 +41,8 @@ LONG = GREEDY.clone(max_tokens=400)
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run[Any]]:
     """Runs a coroutine in one event loop that lives as long as the module."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(120)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    with event_loop(120) as run:
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +62,6 @@ async def last_of(stream: Any) -> Any:
 async def ids_of(llm: AsyncLLM, prompt: str, params: SamplingParams = GREEDY) -> list[int]:
     ids: list[int] = (await last_of(llm.generate(prompt, params))).outputs[0].token_ids
     return ids
-
-
-def gone(pid: int, seconds: float) -> bool:
-    """Whether a process ends within that time; a zombie has ended."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_answers_equal_those_of_an_engine_in_this_process(shared: AsyncLLM, run: Run[Any], device: str) -> None:

@@ -10,28 +10,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 import api_kit
 from deepinfer import AsyncLLM, SamplingParams
 from deepinfer.errors import EngineDeadError
+from process_kit import gone
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-
-
-def gone(pid: int, seconds: float) -> bool:
-    """Whether a process ends within that time; a zombie has ended."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.parametrize(("when", "times"), [("starting", 1), ("loading", 2)])

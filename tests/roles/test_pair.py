@@ -9,11 +9,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,11 +20,10 @@ import engine_kit
 from deepinfer import LLM, PrefillDecodePair, RequestOutput, SamplingParams
 from deepinfer.engine.async_engine import wire
 from deepinfer.errors import ConfigError, EmptyPromptError, EngineDeadError, InvalidRequestError, KvLayoutError
+from process_kit import Run, at_rest, event_loop, gone, in_use
 
 # What becomes of requests is the front's doing, whatever carries the KV: over TCP at night.
 SHORT = ["shm", pytest.param("tcp", marks=pytest.mark.nightly)]
-T = TypeVar("T")
-Run = Callable[[Coroutine[Any, Any, T]], T]
 LEASE = 3.0
 SETTINGS: dict[str, Any] = {**api_kit.SETTINGS, "max_num_batched_tokens": 64, "handover_lease": LEASE}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -43,13 +40,8 @@ PARAMS = (
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run[Any]]:
     """Runs a coroutine in one event loop that lives as long as the module."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(180)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    with event_loop(180) as run:
+        yield run
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])
@@ -63,37 +55,9 @@ def pair(request: pytest.FixtureRequest, run: Run[Any], device: str) -> Iterator
     assert all(gone(pid, 0) for pid in pids)
 
 
-def gone(pid: int, seconds: float) -> bool:
-    """Whether a process ends within that time; a zombie has ended."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if time.monotonic() >= end:
-            return False
-        time.sleep(0.02)
-
-
 async def last_of(stream: Any) -> RequestOutput:
     last: RequestOutput = [output async for output in stream][-1]
     return last
-
-
-def in_use(counts: Any) -> int:
-    """Blocks and slots that somebody holds. What is parked behind the last step is free for the next one."""
-    return sum(c["held"] for c in [*counts["groups"], counts["slots"]])
-
-
-async def at_rest(pair: PrefillDecodePair, seconds: float = LEASE + 2) -> None:
-    """Waits until no block or slot is held on either side; no longer than a lease."""
-    end = time.monotonic() + seconds
-    while any(in_use(counts) for counts in (await pair.core_counts()).values()):
-        assert time.monotonic() < end, await pair.core_counts()
-        await asyncio.sleep(0.02)
-    assert not pair._flights and not pair._later and not pair._boxes
 
 
 async def decoding(pair: PrefillDecodePair, prompt: str, params: SamplingParams) -> asyncio.Task[RequestOutput]:
@@ -138,10 +102,10 @@ def test_answers_are_those_of_one_engine(pair: PrefillDecodePair, run: Run[Any],
             got = await asyncio.gather(*(last_of(pair.generate(t, p, mode=mode)) for t, p in zip(texts, params, strict=True)))
             assert [essence(o) for o in got] == want
             assert all(o.num_reruns == 0 and o.metrics.first_token_time for o in got)
-            await at_rest(pair)
+            await at_rest(pair, LEASE + 2)
         assert essence(await last_of(pair.generate(texts[0], LONG.clone(stop=free.text[:1])))) == essence(first)
         assert (await pair.logits([5, 6, 7])).tobytes() == logits.tobytes()
-        await at_rest(pair)
+        await at_rest(pair, LEASE + 2)
 
     run(all_at_once())
 
@@ -170,7 +134,7 @@ def test_bad_requests_aborts_and_leaving_disturb_nobody(pair: PrefillDecodePair,
             await stream.aclose()  # type: ignore[attr-defined]
         assert (await other).outputs[0].finish_reason == "length"
         assert essence(await last_of(pair.generate("others", GREEDY))) == want
-        await at_rest(pair)
+        await at_rest(pair, LEASE + 2)
 
     run(disturb())
 
@@ -200,7 +164,7 @@ def test_a_killed_prompt_process_costs_its_requests_a_rerun(pair: PrefillDecodeP
         assert [essence(o) for o in outputs] == list(want.values())
         assert [o.num_reruns > 0 for o in outputs] == [False, True, True]
         await up(pair)
-        await at_rest(pair)
+        await at_rest(pair, LEASE + 2)
 
     run(kill())
 
@@ -234,7 +198,7 @@ def test_a_killed_completion_process_costs_its_requests_a_rerun(pair: PrefillDec
         assert pieces[-1].num_reruns == 1
         output = await waiting
         assert essence(output) == waits and output.num_reruns == 1
-        await at_rest(pair)
+        await at_rest(pair, LEASE + 2)
 
     run(kill())
 
@@ -257,7 +221,7 @@ def test_a_completion_process_that_hangs_holds_no_block_past_the_lease(pair: Pre
             os.kill(pair.completion_pid, signal.SIGCONT)
         output = await waiting
         assert essence(output) == want and output.num_reruns == 1
-        await at_rest(pair)
+        await at_rest(pair, LEASE + 2)
 
     run(hang())
 
@@ -276,7 +240,7 @@ def test_without_reruns_the_requests_of_a_dead_process_fail_and_the_others_finis
             assert time.monotonic() - killed < 2
             assert (await decodes).outputs[0].finish_reason == "length" and pair.is_running
             assert (await last_of(pair.generate("later", GREEDY))).finished  # waits for the process that starts
-            await at_rest(pair)
+            await at_rest(pair, LEASE + 2)
             os.kill(pair.prompt_pid, signal.SIGKILL)  # the second time within a minute, and one restart is allowed
             while pair.is_running:
                 await asyncio.sleep(0.02)
@@ -295,7 +259,7 @@ def test_an_id_that_is_used_again_brings_nothing_of_the_request_before(pair: Pre
                 pass
             await stream.aclose()  # type: ignore[attr-defined]
             assert essence(await last_of(pair.generate("others", GREEDY, request_id="again"))) == want
-        await at_rest(pair)
+        await at_rest(pair, LEASE + 2)
 
     run(reuse())
 
@@ -310,7 +274,7 @@ def test_questions_to_a_process_that_has_ended_wait_for_the_next_one(pair: Prefi
         while pair._prompt.up:
             await asyncio.sleep(0)
         assert (await pair.logits([5, 6, 7])).tobytes() == want
-        await at_rest(pair)
+        await at_rest(pair, LEASE + 2)
 
     run(ask())
 
@@ -325,7 +289,7 @@ def test_answers_that_wait_for_room_longer_than_a_lease_come_in_the_end(device: 
             outputs = await asyncio.gather(*(last_of(pair.generate(f"crowd {i}", LONG.clone(max_tokens=400))) for i in range(7)))
             assert all(o.outputs[0].finish_reason == "length" for o in outputs)
             assert any(o.num_reruns for o in outputs)
-            await at_rest(pair)
+            await at_rest(pair, LEASE + 2)
             # Its death, too, is seen by no new process when the pair is closed before it was started again.
             os.kill(pair.prompt_pid, signal.SIGKILL)
             while pair._prompt.up:
@@ -353,7 +317,7 @@ def test_a_real_model_answers_as_one_engine(device: str, transfer: str) -> None:
         async with PrefillDecodePair("smollm2", kv_transfer=transfer, **settings) as pair:
             got = await asyncio.gather(*(last_of(pair.generate(t, p)) for t, p in zip(texts, params, strict=True)))
             assert [essence(o) for o in got] == want
-            await at_rest(pair)
+            await at_rest(pair, LEASE + 2)
 
     asyncio.run(both())
 
@@ -366,7 +330,7 @@ def test_two_sides_that_cannot_understand_each_other_say_why(device: str) -> Non
             with pytest.raises(KvLayoutError, match=r"block size is \[16\] there and \[32\] here"):
                 await last_of(pair.generate("x" * 40, GREEDY))
             assert (await last_of(pair.generate("x", GREEDY.clone(max_tokens=1)))).finished
-            await at_rest(pair)
+            await at_rest(pair, LEASE + 2)
 
     asyncio.run(mismatch())
 

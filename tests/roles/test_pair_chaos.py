@@ -17,6 +17,7 @@ import pytest
 import api_kit
 from deepinfer import LLM, PrefillDecodePair, RequestOutput, SamplingParams
 from deepinfer.errors import EngineDeadError
+from process_kit import at_rest
 
 LEASE = 2.0
 SETTINGS: dict[str, Any] = {**api_kit.SETTINGS, "max_num_batched_tokens": 64, "handover_lease": LEASE}
@@ -53,19 +54,6 @@ def children() -> set[int]:
             if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
                 alive.add(pid)
     return alive
-
-
-def in_use(counts: Any) -> int:
-    return sum(c["held"] for c in [*counts["groups"], counts["slots"]])
-
-
-async def at_rest(pair: PrefillDecodePair, seconds: float = LEASE + 2) -> None:
-    """Waits until no block or slot is held on either side; no longer than a lease."""
-    end = time.monotonic() + seconds
-    while any(in_use(counts) for counts in (await pair.core_counts()).values()):
-        assert time.monotonic() < end, await pair.core_counts()
-        await asyncio.sleep(0.02)
-    assert not pair._flights and not pair._later and not pair._boxes
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +136,7 @@ async def chaos(seed: int, rounds: int, transfer: str, device: str, wanted: dict
                 os.kill(pid, signal.SIGCONT)
         await asyncio.wait_for(asyncio.gather(*tasks), 60)
         assert sum(ends.values()) == len(tasks)
-        await at_rest(pair)
+        await at_rest(pair, LEASE + 2)
     finally:
         for pid in (pair.prompt_pid, pair.completion_pid):
             with contextlib.suppress(ProcessLookupError):
