@@ -59,6 +59,17 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """One weight as the model sees it: what is stored under ``name``, with the scales beside it if it is packed."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the numbers, not of the bytes that carry them."""
+    stored: ParameterSpec
+    scale: ParameterSpec | None
+
+
+@dataclass(frozen=True)
 class Census:
     """Totals of a checkpoint."""
 
@@ -199,6 +210,15 @@ def checkpoint_parameters(topology: DeepseekV41Topology) -> Iterator[ParameterSp
     yield from make.plain("head.weight", t.vocab, t.hidden)
     yield from _drafts(t)
     yield from _vision(t)
+
+
+def weights(topology: DeepseekV41Topology) -> Iterator[Weight]:
+    """All weights of ``topology`` in the order of ``checkpoint_parameters``, each with its scales."""
+    specs = iter(checkpoint_parameters(topology))
+    for spec in specs:
+        packed = spec.form in (Form.FP8, Form.FP4_PAIRS)
+        shape = (spec.shape[0], 2 * spec.shape[1]) if spec.form is Form.FP4_PAIRS else spec.shape
+        yield Weight(spec.name, shape, spec, next(specs) if packed else None)  # scales follow what they belong to
 
 
 def count(topology: DeepseekV41Topology) -> Census:
