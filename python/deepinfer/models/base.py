@@ -59,6 +59,22 @@ class StateGroup:
 
 
 @dataclass
+class StateRows:
+    """What a step of a model with state groups says besides, on the device. ``T`` rows of ``n`` sequences.
+
+    Everything depends on positions the host may know only as upper bounds, so counts given by host integers are bounds too.
+    """
+
+    row_seq: torch.Tensor  # int64 [T], index of each row's sequence in the step
+    state_row: torch.Tensor  # int64 [n], state slot of each sequence
+    floor: torch.Tensor  # int32 [n, 2], first position whose encoder / decoder window rows the state holds or the step makes
+    decoder_from: torch.Tensor  # int32 [n], first row that is whole in the decoder: none above it sees one below it
+    crossing: torch.Tensor  # int64 [c], sequences that may pass a boundary of the state group's ``cut`` in this step
+    decoder_rows: torch.Tensor | None = None  # int64 [D], rows the decoder runs, ascending; None = all
+    decoder_cu_q: torch.Tensor | None = None  # int32 [n + 1], of these rows as cu_q of all
+
+
+@dataclass
 class ForwardBatch:
     """One step's rows on the device.
 
@@ -77,6 +93,7 @@ class ForwardBatch:
     max_len: int
     cu_q_host: Sequence[int] = field(default_factory=list)  # the same values as cu_q, known on the host
     seq_len_host: Sequence[int] = field(default_factory=list)
+    state: StateRows | None = None  # of models with state groups
 
 
 @runtime_checkable
@@ -94,3 +111,15 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits float32 ``[R, vocab]`` of the given rows; a row's bits do not depend on ``R``."""
+
+
+@runtime_checkable
+class StatefulModel(Model, Protocol):
+    """A model with state groups."""
+
+    def end_step(self, batch: ForwardBatch, rejected: torch.Tensor | None, kv: dict[str, torch.Tensor]) -> None:
+        """Called when a step's tokens are drawn, in the device's order.
+
+        ``rejected`` int32 ``[n]``: last rows of each sequence that are drafts not taken; ``None`` = no draft rows. From here on
+        the rows before them are what the sequence consists of: the place to copy state at a boundary.
+        """

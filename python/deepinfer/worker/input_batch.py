@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from deepinfer.models.base import ForwardBatch
-from deepinfer.worker.resolve import SlotMap, StepRows, StepTokens, resolve
+from deepinfer.models.base import ForwardBatch, StateRows
+from deepinfer.worker.resolve import SlotMap, StepRows, StepTokens, owner, resolve
+from deepinfer.worker.state_places import StateCounts, state_rows
 from deepinfer.worker.step_ring import Header, RingSlot
 
 
@@ -33,9 +34,12 @@ class InputBatch:
             row, column, page = slot.d["table_delta"][: 3 * header.deltas].view(-1, 3).unbind(1)
             self.table[row.long(), column.long()] = page
 
-    def build(self, slot: RingSlot, header: Header, before: StepTokens | None = None) -> tuple[ForwardBatch, torch.Tensor]:
+    def build(
+        self, slot: RingSlot, header: Header, before: StepTokens | None = None, counts: StateCounts | None = None
+    ) -> tuple[ForwardBatch, torch.Tensor]:
         """The forward's arguments of a step whose inputs have been uploaded and whose deltas have been applied, and the positions
-        of the tokens to be drawn (int64, one per sampling row). ``before``: what the preceding step left, for what is unresolved.
+        of the tokens to be drawn (int64, one per sampling row). ``before``: what the preceding step left, for what is unresolved;
+        ``counts``: of the step's own fields, of a model with state.
         """
         d, rows, n = slot.d, header.rows, header.seqs
         table = self.table.index_select(0, d["state_row"][:n])
@@ -65,19 +69,27 @@ class InputBatch:
             cu_q_host=slot.a["cu_q"][: n + 1].tolist(),
             seq_len_host=slot.a["seq_len"][:n].tolist(),
         )
+        if counts is not None:
+            batch.state = state_rows(slot, header, counts, owner(batch.cu_q, rows))
         return batch, step.rng_pos
 
 
 def one_sequence(
-    ids: Sequence[int], page_tokens: Sequence[int], columns: Sequence[int], slot_maps: Sequence[tuple[int, int]], device: torch.device
+    ids: Sequence[int],
+    page_tokens: Sequence[int],
+    columns: Sequence[int],
+    slot_maps: Sequence[tuple[int, int]],
+    device: torch.device,
+    state: bool = False,
 ) -> ForwardBatch:
-    """A batch of one whole sequence on pages 1, 2, 3, … of every group, for a forward outside the running batch.
+    """A batch of one whole sequence on pages 1, 2, 3, … of every group and state slot 1, for a forward outside the running batch.
 
     Args:
         ids: the sequence.
         page_tokens: tokens of a page, per paged group.
         columns: block-table columns, per paged group; a longer sequence gets more of them if there is one group only.
         slot_maps: per slot map its (group, entries of a page).
+        state: whether the model has state groups; nothing is truncated then.
     """
     n = len(ids)
     pos = torch.arange(n)
@@ -105,4 +117,15 @@ def one_sequence(
         max_len=n,
         cu_q_host=[0, n],
         seq_len_host=[n],
+        state=_one_state(n, device) if state else None,
+    )
+
+
+def _one_state(rows: int, device: torch.device) -> StateRows:
+    return StateRows(
+        row_seq=torch.zeros(rows, dtype=torch.int64, device=device),
+        state_row=torch.ones(1, dtype=torch.int64, device=device),
+        floor=torch.zeros((1, 2), dtype=torch.int32, device=device),
+        decoder_from=torch.zeros(1, dtype=torch.int32, device=device),
+        crossing=torch.empty(0, dtype=torch.int64, device=device),
     )

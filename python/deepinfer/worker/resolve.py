@@ -91,10 +91,10 @@ def resolve(
     _fill_ids(rows, before.tokens, prev_seq, source - short, cu_q)
     rows.seq_len = rows.seq_len - short
     short = short.long()
-    row = _owner(cu_q, rows.ids.shape[0])
+    row = owner(cu_q, rows.ids.shape[0])
     fall = short[row]
     rows.pos = rows.pos - fall
-    rows.rng_pos = rows.rng_pos - short[_owner(sample_off, rows.rng_pos.shape[0])]
+    rows.rng_pos = rows.rng_pos - short[owner(sample_off, rows.rng_pos.shape[0])]
     rows.slots = [torch.where(fall > 0, kv_slots(rows.pos, rows.table, row, of), slots) for slots, of in zip(rows.slots, maps, strict=True)]
 
 
@@ -107,6 +107,6 @@ def _fill_ids(rows: StepRows, tokens: torch.Tensor, prev_seq: torch.Tensor, sour
     rows.ids = rows.ids.index_copy(0, first, torch.where(prev_seq >= 0, drawn, rows.ids[first]))
 
 
-def _owner(offsets: torch.Tensor, count: int) -> torch.Tensor:
+def owner(offsets: torch.Tensor, count: int) -> torch.Tensor:
     """Index int64 ``[count]`` of the sequence that each row belongs to."""
     return torch.searchsorted(offsets[1:], torch.arange(count, dtype=offsets.dtype, device=offsets.device), right=True)

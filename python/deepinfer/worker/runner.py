@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deepinfer.models.base import ForwardBatch, Model, PagedGroup, StateGroup
+from deepinfer.models.base import ForwardBatch, Model, PagedGroup, StatefulModel, StateGroup
 from deepinfer.platforms import to_device
 from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, run_in_order
 from deepinfer.worker.grammar import MaskBuffers, apply_masks
@@ -36,6 +36,7 @@ from deepinfer.worker.sampling_state import (
     RowSampling,
     SamplingState,
 )
+from deepinfer.worker.state_places import StateCounts, StatePlaces, StateRules
 from deepinfer.worker.step_ring import FLAG_PROMPT_LOGPROBS, Header, RingSlot, StepRing
 from deepinfer.worker.sync_guard import forbid_device_sync
 from deepinfer.worker.verify import accepted_counts, draft_rows
@@ -59,6 +60,8 @@ class RunnerLimits:
     num_slots: int  # state slots, the null slot included
     columns: Sequence[int]  # block-table columns of each paged group
     slot_maps: Sequence[tuple[int, int]]  # per slot map its (group, entries of a page)
+    keep_tokens: int | None = None  # of a prompt whose decoder rows are whole, of models that can leave the others out; None = all
+    compact: bool = False  # whether they are left out, else they are masked
 
     @property
     def max_samples(self) -> int:
@@ -138,6 +141,7 @@ class Step:
         self.stored: bool = False  # its table deltas are written
         self.waited: bool = False
         self.follows = None if before is None or before.waited else before  # planned while that one was in flight
+        self.counts: StateCounts | None = None  # of models with state
         self.left: StepTokens | None = None  # what the next step may need, once sampled
         self.batch: ForwardBatch | None = None
         self.hidden: torch.Tensor | None = None
@@ -185,6 +189,16 @@ class ModelRunner:
         samples = limits.max_samples
         own = [(name, samples) for name in ("row_slot", "edit_rows", "plain_rows", "ranked_rows", "logprob_rows", "mask_rows")]
         own += [("params", limits.max_num_seqs * NUM_COLUMNS), ("source_row", limits.max_num_seqs)]
+        self._stateful: StatefulModel | None = None
+        self._places: StatePlaces | None = None
+        if self._state_groups:
+            if not isinstance(model, StatefulModel):
+                raise TypeError(f"{type(model).__name__} declares state groups and has no end_step")
+            self._stateful = model
+            rules = StateRules(self._state_groups[0].cut, limits.max_draft, limits.keep_tokens, limits.compact)
+            sizes = (limits.num_slots, host_slots + 1, limits.max_num_seqs, limits.max_num_batched_tokens)
+            self._places = StatePlaces(rules, *sizes)
+            own += self._places.fields
         self.ring = StepRing(layout, own, device, pinned, ring_slots)
         self.kv = KVCache(paged, num_pages, state, limits.num_slots, device)
         self.host = HostPages(self.kv, host_pages, host_slots + 1, pinned) if any(host_pages) else None
@@ -210,6 +224,8 @@ class ModelRunner:
             if error is not None:
                 raise error
             resumed = self._admit(step)
+            if self._places is not None:
+                step.counts = self._places.describe(step.slot, step.header)
             self._find_sources(step)
             self._sort_swaps(step)
             self._choose_rows(step)
@@ -295,7 +311,7 @@ class ModelRunner:
         pages = [-(-len(token_ids) // g.page_tokens) + 1 for g in self._paged]
         kv = KVCache(self._paged, pages, self._state_groups, 2, self.device)
         tokens = [g.page_tokens for g in self._paged]
-        batch = one_sequence(token_ids, tokens, self._limits.columns, self._limits.slot_maps, self.device)
+        batch = one_sequence(token_ids, tokens, self._limits.columns, self._limits.slot_maps, self.device, state=bool(self._state_groups))
         hidden = self.model.forward(batch, kv.tensors)
         out = np.empty((len(token_ids), self.model.vocab_size), np.float32)
         for start in range(0, len(token_ids), _LOGIT_ROWS):
@@ -308,6 +324,8 @@ class ModelRunner:
         """Notes what sequences that get a slot in this step need; gives (handle, slot, positions) of those with some in place."""
         slot, header = step.slot, step.header
         resumed: list[tuple[int, int, int]] = []
+        if self._places is not None:
+            self._places.move_out(slot, header)
         if not header.admitted:
             return resumed
         admitted: list[list[int]] = slot.a["admitted"].reshape(-1, 4)[: header.admitted].tolist()
@@ -321,6 +339,10 @@ class ModelRunner:
             self._prompts.pop(state_slot, None)
             if row.params.prompt_logprobs is not None:
                 self._prompts[state_slot] = row
+            if self._places is not None:
+                self._places.admit(state_slot, len(row.prompt_ids))
+        if self._places is not None:
+            self._places.move_in(slot, header)
         params = slot.a["params"].reshape(-1, NUM_COLUMNS)
         params[: header.admitted] = self.sampling.host[[a[0] for a in admitted]]
         return resumed
@@ -446,7 +468,7 @@ class ModelRunner:
     def _forward(self, step: Step) -> None:
         before = None if step.before is None else step.before.left
         step.before = None
-        step.batch, step.rng_pos = self.inputs.build(step.slot, step.header, before)
+        step.batch, step.rng_pos = self.inputs.build(step.slot, step.header, before, step.counts)
         step.hidden = self.model.forward(step.batch, self.kv.tensors)
         for piece in step.pieces:
             self._prompt_logprobs(step.hidden, piece, step.result)
@@ -465,6 +487,9 @@ class ModelRunner:
             n = step.header.seqs
             slot.t["accepted"][:n].copy_(accepted, non_blocking=True)
             sample_off = slot.d["sample_off"][: n + 1].clone()  # the slot may be written again before the next step reads this
+        if self._stateful is not None and step.batch is not None:
+            rejected = None if accepted is None or sample_off is None else sample_off[1:] - sample_off[:-1] - accepted
+            self._stateful.end_step(step.batch, rejected, self.kv.tensors)
         step.left = StepTokens(tokens, sample_off, accepted)
 
     def _draw(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:

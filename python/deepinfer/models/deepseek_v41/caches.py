@@ -22,6 +22,7 @@ from ..base import PagedGroup, Source, StateGroup
 from .topology import DeepseekV41Topology
 
 PAGE_TOKENS = 128
+_WIDEST = 8  # bytes of the widest number in a state
 Storage = Literal["packed", "bfloat16", "float32"]
 
 
@@ -63,7 +64,7 @@ class StateField:
 
 @dataclass(frozen=True)
 class StateRegion:
-    """Tensors of a sequence one behind the other; ``nbytes`` is a whole number of the widest number among them."""
+    """Tensors of a sequence one behind the other; ``nbytes`` is a multiple of 8, so that regions follow one another in a row."""
 
     fields: tuple[StateField, ...]
     nbytes: int
@@ -73,12 +74,19 @@ class StateRegion:
         """Places ``(name, shape, dtype)`` in order; offsets and length are aligned for every dtype."""
         placed: list[StateField] = []
         offset = 0
-        widest = max((dtype.itemsize for _, _, dtype in fields), default=1)
         for name, shape, dtype in fields:
             offset = -(-offset // dtype.itemsize) * dtype.itemsize
             placed.append(StateField(name, offset, shape, dtype))
             offset += placed[-1].nbytes
-        return cls(tuple(placed), -(-offset // widest) * widest)
+        return cls(tuple(placed), -(-offset // _WIDEST) * _WIDEST)
+
+    def views(self, state: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
+        """The fields ``[slots, *shape]`` of a region that begins at byte ``start`` of each row of ``state`` uint8 ``[slots, bytes]``."""
+        found: dict[str, torch.Tensor] = {}
+        for field in self.fields:
+            first = start + field.offset
+            found[field.name] = state[:, first : first + field.nbytes].view(field.dtype).unflatten(1, field.shape)
+        return found
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,23 @@ class CachePlan:
         """Device bytes of a sequence's state with its replica."""
         group = self.state_group()
         return group.stored * (1 + group.replicas) + group.dropped
+
+    # A state row: stored, dropped, and the replica of both in the same order
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of both regions; the replica begins there."""
+        return self.stored.nbytes + self.dropped.nbytes
+
+    @property
+    def stored_slice(self) -> slice:
+        """Bytes of a state row with the replica of the stored region."""
+        return slice(self.live_bytes, self.live_bytes + self.stored.nbytes)
+
+    def views(self, state: torch.Tensor, replica: bool = False) -> dict[str, torch.Tensor]:
+        """Every field by name ``[slots, *shape]``, of the live regions or of their replica, on ``state`` uint8 ``[slots, bytes]``."""
+        start = self.live_bytes if replica else 0
+        return {**self.stored.views(state, start), **self.dropped.views(state, start + self.stored.nbytes)}
 
     def state_group(self) -> StateGroup:
         """One replica is taken at every page boundary: of both regions, so that a hit can restore all windows.
