@@ -1,4 +1,7 @@
-"""Rotary position embedding (Su et al. 2021) in the half-rotated layout, and the ways to stretch it.
+"""Rotary position embedding (Su et al. 2021) in both layouts, and the ways to stretch it.
+
+Channels that turn together are ``i`` and ``i + d/2`` (``apply_rope``) or the neighbours ``2 i`` and ``2 i + 1`` of a row's last channels
+(``rotate_pairs``).
 
 Angles are ``position * f_i`` with ``f_i = theta^(-2 i / d)``, ``i`` in ``0 … d/2 - 1``. Scalings:
 
@@ -126,9 +129,13 @@ class RopeTable:
 
         Both halves repeat; ``sin`` carries the sign of the rotation: minus in the first half. Elementwise in ``T``.
         """
-        angles = positions[:, None].float() * self._row_frequencies(positions)
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        cos, sin = self.pair_cos_sin(positions)
         return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+    def pair_cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For int64 ``positions`` ``[T]``: float32 ``cos`` and ``sin`` ``[T, d / 2]`` for ``rotate_pairs``. Elementwise in ``T``."""
+        angles = positions[:, None].float() * self._row_frequencies(positions)
+        return angles.cos() * self.scale, angles.sin() * self.scale
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -139,3 +146,18 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     x = x.float()
     swapped = torch.roll(x, x.shape[-1] // 2, -1)
     return (x * cos).add_(swapped.mul_(sin))
+
+
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the last ``r`` channels of ``x`` ``[T, ..., d]`` as neighbouring pairs by ``cos``/``sin`` ``[T, r / 2]`` of ``pair_cos_sin``.
+
+    ``(a, b) → (a cos - b sin, a sin + b cos)`` in float32 with one cast to the dtype of ``x``; ``-sin`` turns back. The first
+    ``d - r`` channels pass unchanged. Elementwise.
+    """
+    turned = 2 * cos.shape[-1]
+    shape = (cos.shape[0], *([1] * (x.dim() - 2)), turned // 2)
+    cos, sin = cos.view(shape), sin.view(shape)
+    tail = x[..., x.shape[-1] - turned :].float().unflatten(-1, (-1, 2))
+    even, odd = tail.unbind(-1)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((x[..., : x.shape[-1] - turned], rotated.to(x.dtype)), -1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from deepinfer.kernels.kv_write import kv_write
 from deepinfer.kernels.linear import linear, pack_linear, row_bucket, row_classes
 from deepinfer.kernels.rms_norm import rms_norm
-from deepinfer.kernels.rope import RopeParameters, RopeTable, apply_rope
+from deepinfer.kernels.rope import RopeParameters, RopeTable, apply_rope, rotate_pairs
 from deepinfer.kernels.swiglu import swiglu
 from invariance_kit import depends_on_batch
 
@@ -106,6 +108,65 @@ def test_rotation_keeps_lengths_and_relative_angles() -> None:
 
     torch.testing.assert_close(at(q, 77).norm(), q.norm())
     torch.testing.assert_close((at(q, 90) * at(k, 77)).sum(), (at(q, 13) * at(k, 0)).sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_pairs_turn_as_complex_numbers(device: str) -> None:
+    """The last 16 of 24 channels, three heads; positions beyond the trained length; back again by the negative angle."""
+    table = RopeTable(
+        RopeParameters(16, 160000.0, "yarn", 16.0, 256, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0), torch.device(device)
+    )
+    positions = torch.tensor([0, 1, 255, 256, 4095, 70000], device=device)
+    x = random(6, 3, 24, device=device)
+    cos, sin = table.pair_cos_sin(positions)
+    turned = rotate_pairs(x, cos, sin)
+    assert torch.equal(turned[..., :8], x[..., :8]) and torch.equal(turned[0], x[0])
+
+    # the frequencies from the definition: blended between pairs lo and hi of the band
+    def dimension(rotations: float) -> float:
+        return 16 * math.log(256 / (2 * math.pi * rotations)) / (2 * math.log(160000.0))
+
+    low, high = max(math.floor(dimension(32.0)), 0), min(math.ceil(dimension(1.0)), 15)
+    for row, position in enumerate(positions.tolist()):
+        for pair in range(8):
+            ramp = min(max((pair - low) / max(high - low, 1e-3), 0.0), 1.0)
+            plain = 160000.0 ** (-2 * pair / 16)
+            angle = position * (plain / 16 * ramp + plain * (1 - ramp))
+            for head in range(3):
+                a, b = x[row, head, 8 + 2 * pair : 10 + 2 * pair].tolist()
+                exact = complex(a, b) * complex(math.cos(angle), math.sin(angle))
+                found = turned[row, head, 8 + 2 * pair : 10 + 2 * pair].tolist()
+                # a float32 angle of position 70,000 is good to 4e-3
+                assert found == pytest.approx([exact.real, exact.imag], rel=1e-4, abs=1e-5 + 3e-7 * position)
+    torch.testing.assert_close(rotate_pairs(turned, cos, -sin), x)
+    single = rotate_pairs(x[:, 0], cos, sin)  # rows without heads
+    assert torch.equal(single, turned[:, 0])
+    low_precision = rotate_pairs(x.bfloat16(), cos, sin)
+    assert torch.equal(low_precision, rotate_pairs(x.bfloat16().float(), cos, sin).bfloat16())
+    assert (
+        depends_on_batch(
+            lambda rows: rotate_pairs(x[:1].expand(rows.shape[0], 3, 24), *table.pair_cos_sin(rows)), torch.arange(256, device=device)
+        )
+        == []
+    )
+
+
+def test_stretched_angles_of_the_release_scale_no_amplitude() -> None:
+    """Factor 16 would give cos and sin an amplitude of 1.28 by YaRN's own rule; this family states 1."""
+    from deepinfer.models.deepseek_v41.fields import read_rope_tables
+
+    fields = {
+        "qk_rope_head_dim": 64, "head_dim": 512, "max_position_embeddings": 1048576, "rope_theta": 10000, "compress_rope_theta": 160000,
+        "rope_scaling": {"rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536},
+    }  # fmt: skip
+    main, compress = (RopeTable(parameters, torch.device("cpu")) for parameters in read_rope_tables(fields))
+    for table in (main, compress):
+        cos, sin = table.pair_cos_sin(torch.tensor([0, 5, 99999]))
+        torch.testing.assert_close(cos.square() + sin.square(), torch.ones(3, 32))
+    plain = [160000.0 ** (-2 * pair / 64) for pair in range(32)]
+    ramp = [min(max((pair - 15) / 10, 0.0), 1.0) for pair in range(32)]  # the band is 15 … 25
+    wanted = torch.tensor([f / 16 * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True)])
+    torch.testing.assert_close(compress.frequencies, wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(main.frequencies, torch.tensor([10000.0 ** (-2 * pair / 64) for pair in range(32)]), rtol=1e-6, atol=0)
 
 
 def test_an_unknown_rope_type_is_refused() -> None:

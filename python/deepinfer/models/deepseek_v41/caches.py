@@ -18,33 +18,13 @@ import torch
 
 from ...errors import ConfigError
 from ...kernels.block_formats import FP4_ROWS, FP8_ROWS, MXFP4_ROWS, RowFormat
+from ...kernels.cache_rows import RowKind
 from ..base import PagedGroup, Source, StateGroup
 from .topology import DeepseekV41Topology
 
 PAGE_TOKENS = 128
 _WIDEST = 8  # bytes of the widest number in a state
 Storage = Literal["packed", "bfloat16", "float32"]
-
-
-@dataclass(frozen=True)
-class RowKind:
-    """Rows of one width: their rounding (None = none) and how they are kept."""
-
-    width: int
-    form: RowFormat | None
-    packed: bool
-    dtype: torch.dtype
-    """uint8 records when packed."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of one row in the cache."""
-        return (self.form.record_bytes(self.width),) if self.packed and self.form is not None else (self.width,)
-
-    @property
-    def nbytes(self) -> int:
-        """Of one row."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

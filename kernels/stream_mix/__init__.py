@@ -1,0 +1,5 @@
+"""Several residual streams, mixed by coefficients computed from the streams themselves."""
+
+from .reference import collapse, expand, mix_coefficients
+
+__all__ = ["collapse", "expand", "mix_coefficients"]

@@ -1,0 +1,62 @@
+"""Manifold-constrained hyper-connections, the single-pass form of DeepSeek-V4.1: ``s`` residual streams instead of one.
+
+With ``f`` the flattened streams and ``m = (f fnᵀ) * rsqrt(mean(f²) + eps)``, split into ``s``, ``s`` and ``s * s`` columns, each part
+scaled and shifted: ``pre = sigmoid + mix_eps``, ``post = 2 sigmoid``, and ``comb`` a softmax over each row plus ``mix_eps``, then
+(Sinkhorn) divided by its column sums, row sums, column sums, …, ending on columns; ``mix_eps`` is added to every divisor.
+All of it float32.
+
+Sums over streams are additions of whole tensors: their order is the same for any number of rows on any device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..activations import sigmoid
+from ..linear import PackedLinear
+from ..paged_attention import tree_sum
+
+
+def mix_coefficients(
+    x: torch.Tensor, fn: PackedLinear, base: torch.Tensor, scale: torch.Tensor, eps: float, iterations: int, mix_eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Coefficients of one sublayer from the streams before it, ``x`` ``[T, s, d]`` of any float dtype.
+
+    ``fn`` is the float32 product ``[(2 + s) s, s d]``, ``base`` float32 ``[(2 + s) s]``, ``scale`` float32 ``[3]`` (pre, post, comb).
+    Gives float32 ``pre`` ``[T, s]`` (for the *next* collapse), ``post`` ``[T, s]`` and ``comb`` ``[T, s, s]``, source stream first.
+    ``iterations`` counts the softmax with its column step as one.
+    """
+    rows, streams, _ = x.shape
+    flat = x.flatten(1).float()
+    mixed = fn(flat) * torch.rsqrt(flat.square().mean(-1, keepdim=True).add_(eps))
+    parts = mixed.t().contiguous()  # rows innermost: every step below works on whole vectors
+    shift = base[:, None]
+    pre = sigmoid(parts[:streams] * scale[0] + shift[:streams]).add_(mix_eps)
+    post = sigmoid(parts[streams : 2 * streams] * scale[1] + shift[streams : 2 * streams]).mul_(2.0)
+    comb = (parts[2 * streams :] * scale[2] + shift[2 * streams :]).view(streams, streams, rows)
+    comb = comb.sub_(comb.amax(1, keepdim=True)).exp_()
+    comb.div_(tree_sum(comb, 1).unsqueeze(1)).add_(mix_eps)
+    comb.div_(tree_sum(comb, 0).add_(mix_eps))
+    for _ in range(iterations - 1):
+        comb.div_(tree_sum(comb, 1).add_(mix_eps).unsqueeze(1))
+        comb.div_(tree_sum(comb, 0).add_(mix_eps))
+    return pre.t().contiguous(), post.t().contiguous(), comb.permute(2, 0, 1).contiguous()
+
+
+def collapse(x: torch.Tensor, pre: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``sum_i pre_i x_i``: ``x`` ``[T, s, d]``, ``pre`` float32 ``[T, s]`` → ``[T, d]`` in ``dtype``; summed in float32, one cast."""
+    total = x[:, 0].float() * pre[:, :1]
+    for stream in range(1, x.shape[1]):
+        total += x[:, stream].float() * pre[:, stream : stream + 1]
+    return total.to(dtype)
+
+
+def expand(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    """``x'_k = post_k y + sum_j comb_jk x_j``: streams after a sublayer that gave ``y`` ``[T, d]``; ``[T, s, d]`` in the dtype of ``x``.
+
+    ``comb`` ``[T, s, s]`` has the source stream first. Float32: the sublayer's part, then the streams in order; one cast.
+    """
+    total = y.float().unsqueeze(1) * post.unsqueeze(-1)
+    for stream in range(x.shape[1]):
+        total += x[:, stream].float().unsqueeze(1) * comb[:, stream].unsqueeze(-1)
+    return total.to(x.dtype)
