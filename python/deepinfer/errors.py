@@ -49,6 +49,10 @@ class UnsupportedModelError(DeepInferError):
     """The architecture is not registered; the message names the registry and the nearest match."""
 
 
+class ModelContractError(UnsupportedModelError):
+    """A registered model class does not keep the contract of ``deepinfer.models.base``; the message names what to change in it."""
+
+
 class UnsupportedConfigError(DeepInferError):
     """A configuration field changes the mathematics and is not implemented; the message names the field."""
 

@@ -46,6 +46,7 @@ from deepinfer.kvcache.handover import Handover
 from deepinfer.kvcache.layout import KvLayout
 from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, PagedGroup, StateGroup
+from deepinfer.models.contract import checked_groups
 from deepinfer.outputs import FinishReason
 from deepinfer.speculative import NgramDrafting
 from deepinfer.worker import sync_guard
@@ -105,7 +106,7 @@ class Engine(EngineHooks):
         weights = weight_bytes(self.resolved, self.run.dtype)
         check_weights(self.run, weights)
         self.model: Model = load_model(self.resolved, self.run.dtype, self.run.device, config.load_format, config.seed, progress)
-        paged, state = self.model.kv_groups(config.block_size)
+        paged, state = checked_groups(self.model, config.block_size)
         self.plan: KvPlan = plan_kv(config, self.run, paged, state, self.model.max_position, self.model.vocab_size)
         self.swap: SwapPlan = plan_swap(config, self.run, self.plan, paged, state)
         if not self.run.quiet:

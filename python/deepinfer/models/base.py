@@ -1,15 +1,24 @@
-"""What the worker and a model family agree on.
+"""The contract of a model family: what the loaders and the worker call, and what they hand over.
 
-Owns: the KV-group declaration, the forward batch and the model protocol. Never touches: the scheduler, sampling, text.
+Owns: the KV-group declaration, the forward batch and the two protocols. Never touches: the scheduler, sampling, text.
+
+A family is four modules. ``topology`` reads a configuration into a validated frozen plan; ``containers`` holds parameters under
+their checkpoint names and computes nothing; ``forward`` is the class that is registered (``LoadableModel``), owns runtime layouts and
+packs weights into them; ``ops`` has functions of tensors only. docs/adding-a-model.md walks through one in a package of its own.
+
+Two rules hold for every ``forward``. The bits of a row depend on the tokens of its own sequence only: not on the other rows, not on
+where a prompt was cut; the operators of ``deepinfer.kernels`` keep it. And nothing is read back from the device: sizes come from the
+batch's host integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -95,19 +104,37 @@ class ForwardBatch:
     seq_len_host: Sequence[int] = field(default_factory=list)
     state: StateRows | None = None  # of models with state groups
 
+    def padded(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """``ids``, ``pos`` and every slot map, padded to ``rows`` ≥ ``T`` (``kernels.linear.row_bucket``), ready for ``kv_write``.
+
+        Padding rows are token 0 at position 0; they and rows that write nothing (−1) get slot 0, on the null page.
+        """
+        missing = rows - self.ids.shape[0]
+        ids, pos, slots = self.ids, self.pos, self.slots
+        if missing:
+            ids, pos, slots = F.pad(ids, (0, missing)), F.pad(pos, (0, missing)), [F.pad(s, (0, missing)) for s in slots]
+        return ids, pos, [s.clamp_min(0) for s in slots]
+
 
 @runtime_checkable
 class Model(Protocol):
-    """What a family's forward object offers to the worker."""
+    """What a family's forward object offers to the worker.
+
+    ``vocab_size`` is the number of logits of a row, ``max_position`` the longest sequence in tokens.
+    """
 
     vocab_size: int
     max_position: int
 
     def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:
-        """Declares KV for pages of ``block_tokens`` tokens."""
+        """Declares KV for pages of ``block_tokens`` tokens. Every tensor's name is the family's own choice, and occurs once."""
 
     def forward(self, batch: ForwardBatch, kv: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Writes KV of the rows and gives hidden states ``[T, hidden]`` after the final norm."""
+        """Writes KV of the rows and gives hidden states ``[T, hidden]`` after the final norm.
+
+        ``kv``: the tensors ``[num_pages, entries_per_page, *shape]`` that ``kv_groups`` declared, by name, and ``state<i>`` (uint8
+        ``[slots, bytes]``) for each state group.
+        """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits float32 ``[R, vocab]`` of the given rows; a row's bits do not depend on ``R``."""
@@ -123,3 +150,32 @@ class StatefulModel(Model, Protocol):
         ``rejected`` int32 ``[n]``: last rows of each sequence that are drafts not taken; ``None`` = no draft rows. From here on
         the rows before them are what the sequence consists of: the place to copy state at a boundary.
         """
+
+
+@runtime_checkable
+class LoadableModel(Model, Protocol):
+    """A model class the loaders can fill: what ``register_model`` and entry points name.
+
+    Order of calls: ``from_config`` · ``parameter_shapes`` · ``parameter`` of each name · ``finish_loading`` · the calls of ``Model``.
+    ``from_config`` is also called with the device ``meta``, to count bytes: it must not read values.
+    """
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
+        """Validates ``config`` (the fields of config.json) and allocates parameters; raises ``UnsupportedConfigError``."""
+
+    @classmethod
+    def position_limit(cls, config: Mapping[str, Any]) -> int:
+        """Longest sequence the model was made for, in tokens, without allocating anything."""
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Checkpoint name → shape of every tensor that must be loaded."""
+
+    def optional_tensors(self) -> tuple[str, ...]:
+        """Patterns (``fnmatch``) of checkpoint tensors that may be present and carry nothing this model needs."""
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Where the tensor of that checkpoint name is written (a view of its final place)."""
+
+    def finish_loading(self) -> None:
+        """Called once when all parameters are written: packs weights, frees what is no longer needed."""

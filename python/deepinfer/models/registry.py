@@ -1,7 +1,8 @@
 """Which class runs which architecture.
 
 Architectures match exactly as written in ``config.json``. Other packages add theirs with ``register_model`` or with an
-entry point of group ``deepinfer.models`` (name = architecture, value = ``module:Class``).
+entry point of group ``deepinfer.models`` (name = architecture, value = ``module:Class``). What was registered here, the built-in
+ones included, comes before entry points: ``register_model`` replaces a built-in family, an entry point does not.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ import difflib
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any
 
-import torch
-
-from ..errors import UnsupportedModelError
-from .base import Model
+from ..errors import ConfigError, UnsupportedModelError
+from .base import LoadableModel
+from .contract import check_class
 
 ENTRY_POINT_GROUP = "deepinfer.models"
 
@@ -27,40 +27,21 @@ _registered: dict[str, str] = {
 }
 
 
-@runtime_checkable
-class LoadableModel(Model, Protocol):
-    """A model class the loaders can fill."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
-        """Validates ``config`` (the fields of config.json) and allocates parameters; raises ``UnsupportedConfigError``."""
-
-    @classmethod
-    def position_limit(cls, config: Mapping[str, Any]) -> int:
-        """Longest sequence the model was made for, in tokens, without allocating anything."""
-
-    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Checkpoint name → shape of every tensor that must be loaded."""
-
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Patterns (``fnmatch``) of checkpoint tensors that may be present and carry nothing this model needs."""
-
-    def parameter(self, name: str) -> torch.Tensor:
-        """Where the tensor of that checkpoint name is written (a view of its final place)."""
-
-    def finish_loading(self) -> None:
-        """Called once when all parameters are written: packs weights, frees what is no longer needed."""
-
-
 def register_model(architecture: str, target: str) -> None:
-    """Registers ``target`` (``"module:Class"``, see ``LoadableModel``) for ``architecture``; a later call wins.
+    """Registers ``target`` (``"module:Class"``, see ``base.LoadableModel``) for ``architecture``; a later call wins.
 
-    Raises ``ValueError`` if ``target`` is not of that form. The module is imported on first use.
+    Raises ``ConfigError`` if ``target`` is not of that form or ``architecture`` is empty. The module is imported on first use.
     """
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise ValueError(f'register_model target must be "module:Class", got {target!r}')
+    if not isinstance(architecture, str) or not architecture:
+        raise ConfigError(f"register_model needs the architecture's name as config.json has it, got {architecture!r}")
+    if not isinstance(target, str) or not _is_target(target):
+        raise ConfigError(f'register_model target must be "module:Class", got {target!r}')
     _registered[architecture] = target
+
+
+def _is_target(target: str) -> bool:
+    module, _, name = target.partition(":")
+    return all(part.isidentifier() for part in module.split(".")) and name.isidentifier()
 
 
 def known_architectures() -> list[str]:
@@ -73,14 +54,32 @@ def registrations() -> dict[str, str]:
     return dict(_registered)
 
 
+def _contributed(architecture: str) -> str | None:
+    """Target of the entry point for ``architecture``, if there is one."""
+    found = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == architecture]
+    targets = {point.value for point in found}
+    if len(targets) > 1:
+        named = " and ".join(sorted(f"{point.value} (of {point.dist.name})" if point.dist else point.value for point in found))
+        raise UnsupportedModelError(
+            f"architecture {architecture!r} is contributed more than once: {named}; uninstall one, or choose with register_model"
+        )
+    if not targets:
+        return None
+    target = targets.pop()
+    if not _is_target(target):
+        raise UnsupportedModelError(
+            f'architecture {architecture!r} has the entry point {target!r}; write "module:Class" in the package\'s pyproject.toml'
+        )
+    return target
+
+
 def resolve_architecture(architecture: str) -> type[LoadableModel]:
-    """Class for ``architecture``; ``UnsupportedModelError`` names the registry and the nearest match if there is none."""
-    target = _registered.get(architecture)
-    if target is None:
-        for point in entry_points(group=ENTRY_POINT_GROUP):
-            if point.name == architecture:
-                target = point.value
-                break
+    """Class for ``architecture``.
+
+    Raises ``UnsupportedModelError`` naming the registry and the nearest match if there is none, or the target if it cannot be
+    imported; ``ModelContractError`` if the class lacks what ``base.LoadableModel`` asks for.
+    """
+    target = _registered.get(architecture) or _contributed(architecture)
     if target is None:
         known = known_architectures()
         near = difflib.get_close_matches(architecture, known, n=1, cutoff=0.0)
@@ -90,12 +89,12 @@ def resolve_architecture(architecture: str) -> type[LoadableModel]:
         )
     module, _, name = target.partition(":")
     try:
-        found: type[LoadableModel] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a module of somebody else's may raise anything while it is imported
         raise UnsupportedModelError(
-            f"architecture {architecture!r} is registered as {target!r}, which cannot be imported: {error}"
+            f"architecture {architecture!r} is registered as {target!r}, which cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    return found
+    return check_class(target, found)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from deepinfer.models.base import ForwardBatch, Model, PagedGroup, StatefulModel, StateGroup
+from deepinfer.models.contract import check_hidden, check_logits
 from deepinfer.platforms import to_device
 from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, run_in_order
 from deepinfer.worker.grammar import MaskBuffers, apply_masks
@@ -470,6 +471,7 @@ class ModelRunner:
         step.before = None
         step.batch, step.rng_pos = self.inputs.build(step.slot, step.header, before, step.counts)
         step.hidden = self.model.forward(step.batch, self.kv.tensors)
+        check_hidden(self.model, step.hidden, step.header.rows)
         for piece in step.pieces:
             self._prompt_logprobs(step.hidden, piece, step.result)
 
@@ -501,6 +503,7 @@ class ModelRunner:
         # Where every row samples, they are the rows themselves, in order.
         wanted = hidden if r == step.header.rows else hidden.index_select(0, d["sample_row"][:r])
         logits = self.model.logits(wanted)
+        check_logits(self.model, logits, r)
         raw = None
         if chosen.logprobs:
             # Log-probabilities are those of the model: keep its logits from masks and the sampler's edits.

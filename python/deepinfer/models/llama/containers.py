@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..places import ParameterPlaces
 from .topology import LlamaTopology
 
 
@@ -35,44 +36,33 @@ class LlamaParameters:
     """All tensors of a model and the map from checkpoint names to their places."""
 
     def __init__(self, topology: LlamaTopology, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self.places: dict[str, torch.Tensor] = {}
+        self.places = ParameterPlaces(dtype, device)
         t = topology
-        self.embed = self._place("model.embed_tokens.weight", (t.vocab, t.hidden))
+        self.embed = self.places.add("model.embed_tokens.weight", (t.vocab, t.hidden))
         self.layers = [self._layer(t, f"model.layers.{index}.") for index in range(t.layers)]
-        self.norm = self._place("model.norm.weight", (t.hidden,), torch.float32)
-        self.head = self.embed if t.tied else self._place("lm_head.weight", (t.vocab, t.hidden))
-
-    def _place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        self.places[name] = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-        return self.places[name]
-
-    def _fused(self, names: tuple[str, ...], sizes: tuple[int, ...], columns: int | None) -> torch.Tensor:
-        shape = (sum(sizes),) if columns is None else (sum(sizes), columns)
-        fused = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for name, part in zip(names, fused.split(list(sizes)), strict=True):
-            self.places[name] = part
-        return fused
+        self.norm = self.places.add("model.norm.weight", (t.hidden,), torch.float32)
+        self.head = self.embed if t.tied else self.places.add("lm_head.weight", (t.vocab, t.hidden))
 
     def _layer(self, t: LlamaTopology, prefix: str) -> LayerParameters:
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        places, attention, mlp = self.places, prefix + "self_attn.", prefix + "mlp."
         qkv_names = tuple(f"{attention}{part}_proj" for part in "qkv")
         qkv_sizes = (t.q_size, t.kv_size, t.kv_size)
         gate_names, gate_sizes = (f"{mlp}gate_proj", f"{mlp}up_proj"), (t.intermediate, t.intermediate)
         norms = None
         if t.qk_norm:
-            norms = torch.empty(2, t.head_dim, dtype=torch.float32, device=self._device)
-            self.places[f"{attention}q_norm.weight"], self.places[f"{attention}k_norm.weight"] = norms[0], norms[1]
+            norms = torch.empty(2, t.head_dim, dtype=torch.float32, device=places.device)
+            for part, place in zip("qk", norms, strict=True):
+                places.put(f"{attention}{part}_norm.weight", place)
         return LayerParameters(
-            input_norm=self._place(f"{prefix}input_layernorm.weight", (t.hidden,), torch.float32),
-            qkv=self._fused(tuple(f"{n}.weight" for n in qkv_names), qkv_sizes, t.hidden),
-            qkv_bias=self._fused(tuple(f"{n}.bias" for n in qkv_names), qkv_sizes, None) if t.qkv_bias else None,
+            input_norm=places.add(f"{prefix}input_layernorm.weight", (t.hidden,), torch.float32),
+            qkv=places.add_fused(tuple(f"{n}.weight" for n in qkv_names), qkv_sizes, t.hidden),
+            qkv_bias=places.add_fused(tuple(f"{n}.bias" for n in qkv_names), qkv_sizes, None) if t.qkv_bias else None,
             qk_norm=norms,
-            out=self._place(f"{attention}o_proj.weight", (t.hidden, t.q_size)),
-            out_bias=self._place(f"{attention}o_proj.bias", (t.hidden,)) if t.out_bias else None,
-            post_norm=self._place(f"{prefix}post_attention_layernorm.weight", (t.hidden,), torch.float32),
-            gate_up=self._fused(tuple(f"{n}.weight" for n in gate_names), gate_sizes, t.hidden),
-            gate_up_bias=self._fused(tuple(f"{n}.bias" for n in gate_names), gate_sizes, None) if t.mlp_bias else None,
-            down=self._place(f"{mlp}down_proj.weight", (t.hidden, t.intermediate)),
-            down_bias=self._place(f"{mlp}down_proj.bias", (t.hidden,)) if t.mlp_bias else None,
+            out=places.add(f"{attention}o_proj.weight", (t.hidden, t.q_size)),
+            out_bias=places.add(f"{attention}o_proj.bias", (t.hidden,)) if t.out_bias else None,
+            post_norm=places.add(f"{prefix}post_attention_layernorm.weight", (t.hidden,), torch.float32),
+            gate_up=places.add_fused(tuple(f"{n}.weight" for n in gate_names), gate_sizes, t.hidden),
+            gate_up_bias=places.add_fused(tuple(f"{n}.bias" for n in gate_names), gate_sizes, None) if t.mlp_bias else None,
+            down=places.add(f"{mlp}down_proj.weight", (t.hidden, t.intermediate)),
+            down_bias=places.add(f"{mlp}down_proj.bias", (t.hidden,)) if t.mlp_bias else None,
         )

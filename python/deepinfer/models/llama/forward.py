@@ -21,7 +21,7 @@ from ...kernels.swiglu import swiglu
 from ..base import ForwardBatch, PagedGroup, Source, StateGroup
 from ..registry import architecture_of
 from .containers import LayerParameters, LlamaParameters
-from .ops import pad_step, split_heads
+from .ops import split_heads
 from .topology import LlamaTopology, read_topology
 
 
@@ -50,49 +50,46 @@ class LlamaModel:
         self.dtype, self.device = dtype, device
         self.vocab_size = topology.vocab
         self.max_position = topology.max_position
-        self._parameters: LlamaParameters | None = LlamaParameters(topology, dtype, device)
+        parameters = LlamaParameters(topology, dtype, device)
+        self._places = parameters.places
+        self._unpacked: LlamaParameters | None = parameters
         self._rope = RopeTable(topology.rope, device)
         self._layers: list[_Layer] = []
         self._names = [(f"layers.{index}.k", f"layers.{index}.v") for index in range(topology.layers)]
-        self._embed = self._parameters.embed
-        self._norm = self._parameters.norm
+        self._embed = parameters.embed
+        self._norm = parameters.norm
         self._head: PackedLinear | None = None
         self._query_block = 1
         self._row_quantum = row_quantum(device)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
-        """See ``registry.LoadableModel``."""
+        """See ``base.LoadableModel``."""
         return cls(read_topology(config, architecture_of(config)), dtype, device)
 
     @classmethod
     def position_limit(cls, config: Mapping[str, Any]) -> int:
-        """See ``registry.LoadableModel``."""
+        """See ``base.LoadableModel``."""
         return read_topology(config, architecture_of(config)).max_position
 
-    def _loading(self) -> LlamaParameters:
-        if self._parameters is None:
-            raise RuntimeError("the model's parameters are already loaded and packed")
-        return self._parameters
-
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See ``registry.LoadableModel``."""
-        return {name: tuple(place.shape) for name, place in self._loading().places.items()}
+        """See ``base.LoadableModel``."""
+        return self._places.shapes()
 
     def optional_tensors(self) -> tuple[str, ...]:
         """Old checkpoints store rotary frequencies; some tied ones store the head a second time."""
         return ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if self.topology.tied else ()))
 
     def parameter(self, name: str) -> torch.Tensor:
-        """See ``registry.LoadableModel``."""
-        return self._loading().places[name]
+        """See ``base.LoadableModel``."""
+        return self._places[name]
 
     def finish_loading(self) -> None:
         """Packs the weights layer by layer and frees the unpacked ones."""
-        parameters = self._loading()
-        self._parameters = None
+        self._places.close()
+        parameters, self._unpacked = self._unpacked, None
+        assert parameters is not None
         self._head = pack_linear(parameters.head, largest_rows=64 if self.device.type == "cpu" else None)
-        parameters.places.clear()
         self._query_block = safe_query_block(self.device, self.topology.head_dim, self.topology.heads // self.topology.kv_heads)
         layers = parameters.layers
         for window in self.topology.windows:
@@ -110,7 +107,7 @@ class LlamaModel:
         t = self.topology
         count = batch.ids.shape[0]
         rows = row_bucket(count, self._row_quantum)
-        ids, pos, slots = pad_step(batch.ids, batch.pos, batch.slots[0], rows)
+        ids, pos, (slots,) = batch.padded(rows)
         cos, sin = self._rope.cos_sin(pos)
         page_tokens = kv[self._names[0][0]].shape[1]
         plan = make_plan(

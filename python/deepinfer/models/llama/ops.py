@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import apply_rope
-
-
-def pad_step(ids: torch.Tensor, pos: torch.Tensor, slots: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, positions and KV slots (int64 ``[T]``) padded to ``rows``; padding and −1 write to the null page."""
-    missing = rows - ids.shape[0]
-    if missing:
-        ids, pos, slots = F.pad(ids, (0, missing)), F.pad(pos, (0, missing)), F.pad(slots, (0, missing))
-    return ids, pos, slots.clamp_min(0)
 
 
 def split_heads(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...errors import ConfigError, UnsupportedFormatError
-from ..registry import LoadableModel, resolve_architecture
+from ..base import LoadableModel
+from ..contract import check_model
+from ..registry import resolve_architecture
 from .dummy import DummySource
 from .fp8 import Fp8Source
 from .gguf_source import GgufSource
@@ -45,12 +47,14 @@ def load_model(
 
     ``load_format``: ``auto``, ``safetensors``, ``gguf`` or ``dummy`` (random weights from ``seed``, needs only the config).
     ``progress(done, total)`` counts bytes of parameters. Raises ``UnsupportedModelError``, ``UnsupportedConfigError``,
-    ``UnsupportedFormatError``, ``CheckpointError`` or ``ConfigError``.
+    ``UnsupportedFormatError``, ``CheckpointError`` or ``ConfigError``; ``ModelContractError`` for a family of another package
+    that does not keep the contract of ``base``.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if dtype not in RUN_DTYPES:
         raise ConfigError(f"dtype {dtype} is not one of float32, bfloat16, float16")
     model = resolve_architecture(source.architecture).from_config(source.config, dtype, torch.device(device))
+    check_model(model)
     fill(model, _source(source, load_format, seed, model), progress)
     return model

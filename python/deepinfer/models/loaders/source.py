@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from ...errors import CheckpointError, UnsupportedFormatError
-from ..registry import LoadableModel
+from ..base import LoadableModel
+from ..contract import check_shapes
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total) of loaded parameters, after each tensor."""
@@ -54,9 +55,9 @@ def fill(model: LoadableModel, source: WeightSource, progress: Progress | None =
     """Copies every parameter of ``model`` from ``source``, converting to the parameter's dtype.
 
     Names and shapes are compared before any data is read. Raises ``CheckpointError`` naming tensor and file if one is
-    missing, unexpected or of another shape.
+    missing, unexpected or of another shape, ``ModelContractError`` naming a parameter whose place is not what the model declares.
     """
-    wanted = model.parameter_shapes()
+    wanted = check_shapes(model)
     present = set(source.names())
     refuse_marked(present - wanted.keys())
     for name, shape in wanted.items():

@@ -1,0 +1,65 @@
+"""Parameters under their checkpoint names: the part of ``containers`` that every family shares.
+
+Owns: allocating tensors for names, several names in one tensor where their projections read the same input, and letting go of the
+names once the weights are packed. Never touches: what the tensors mean, checkpoint formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class ParameterPlaces:
+    """Checkpoint name → the tensor it is written to.
+
+    Args:
+        dtype: of weights that name no other one.
+        device: where they lie; ``meta`` allocates nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._places: dict[str, torch.Tensor] | None = {}
+
+    def add(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor of its own, not yet written."""
+        place = torch.empty(tuple(shape), dtype=dtype or self.dtype, device=self.device)
+        self.put(name, place)
+        return place
+
+    def add_fused(self, names: Sequence[str], rows: Sequence[int], columns: int | None) -> torch.Tensor:
+        """One tensor ``[sum(rows), columns]`` (``[sum(rows)]`` for None) whose row ranges are the places of ``names``, in order.
+
+        For projections of one input, so that loading writes straight into the weight of a single product.
+        """
+        fused = torch.empty((sum(rows),) if columns is None else (sum(rows), columns), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, fused.split(list(rows)), strict=True):
+            self.put(name, part)
+        return fused
+
+    def put(self, name: str, place: torch.Tensor) -> None:
+        """Declares an existing tensor (or a view of one) as the place of ``name``; raises ``ValueError`` for a name that has one."""
+        places = self._open()
+        if name in places:
+            raise ValueError(f"parameter {name!r} is declared twice")
+        places[name] = place
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What ``LoadableModel.parameter_shapes`` gives."""
+        return {name: tuple(place.shape) for name, place in self._open().items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """What ``LoadableModel.parameter`` gives; ``KeyError`` for a name that was not declared."""
+        return self._open()[name]
+
+    def close(self) -> None:
+        """Lets go of every tensor: loading is over. Later calls, of this one too, raise ``RuntimeError``."""
+        self._open()
+        self._places = None
+
+    def _open(self) -> dict[str, torch.Tensor]:
+        if self._places is None:
+            raise RuntimeError("the model's parameters are already loaded and packed")
+        return self._places
