@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepinfer.kernels.cache_rows import StepRows
+from deepinfer.kernels.cache_rows import PagedRows, RowKind, StepRows
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,29 @@ def schedules(lengths: Sequence[int], seed: int = 0, starts: Sequence[int] | Non
             work.append(Work(tuple(spans), padding))
             step += 1
         yield work
+
+
+class Pages:
+    """Entries of several sequences on shuffled pages of ``size``; what is not written is NaN."""
+
+    def __init__(self, kind: RowKind, entries: Sequence[torch.Tensor], size: int, device: str, seed: int = 0) -> None:
+        counts = [-(-len(rows) // size) for rows in entries]
+        order = list(range(1, sum(counts) + 1))
+        random.Random(seed).shuffle(order)
+        shape = (len(order) + 1, size, *kind.shape)
+        dirty = torch.full(shape, 255, dtype=torch.uint8) if kind.packed else torch.full(shape, torch.nan, dtype=kind.dtype)
+        self.kind, self.tensor = kind, dirty.to(device)
+        self.tables: list[list[int]] = []
+        for rows, count in zip(entries, counts, strict=True):
+            table = [order.pop() for _ in range(count)]
+            self.tables.append(table)
+            stored = kind.store(rows.to(device))
+            for number, page in enumerate(table):
+                part = stored[number * size : (number + 1) * size]
+                self.tensor[page, : len(part)] = part
+
+    def of(self, sequences: Sequence[int], spare: int = 2) -> PagedRows:
+        """What a step of ``sequences`` reads; ``spare`` columns of the table point at the null page."""
+        width = max(len(self.tables[s]) for s in sequences) + spare
+        table = torch.tensor([self.tables[s] + [0] * (width - len(self.tables[s])) for s in sequences], dtype=torch.int32)
+        return PagedRows(self.tensor, table.to(self.tensor.device), self.kind)

@@ -96,6 +96,11 @@ class StepRows:
         behind = self.end_row.index_select(0, self.row_seq) - 1 - row
         return torch.where(row < self.end_row[-1], behind, -1)
 
+    def part(self, first: int, end: int) -> StepRows:
+        """Rows ``first … end - 1`` alone, for operators that work on some rows at a time."""
+        cu_q = (self.cu_q.long() - first).clamp(0, end - first)
+        return StepRows(self.pos[first:end], self.row_seq[first:end], cu_q, self.state_row)
+
 
 @dataclass(frozen=True)
 class PagedRows:

@@ -1,0 +1,5 @@
+"""Scores of compressed entries for each row, and which entries a row attends to."""
+
+from .reference import candidate_blocks, index_scores, select_entries, select_top
+
+__all__ = ["candidate_blocks", "index_scores", "select_entries", "select_top"]

@@ -1,0 +1,65 @@
+"""Attention of DeepSeek-V4.1: every row sees its window and a list of compressed entries, whose rows are keys and values at once.
+
+``o_h = sum_j p_j row_j`` with ``p_j = exp(s_j) / (sum_j exp(s_j) + exp(sink_h))``, ``s_j = scale q_h · row_j``: one softmax over both
+sources; the sink is a learned logit per head that takes weight and gives no value. A row with nothing to see gives 0.
+
+A row's places are ``W`` window positions and ``k`` list entries, the same numbers for every row of a layer, so its two products have fixed
+shapes and its sum a fixed tree: nothing depends on the other rows. The list must be in one order for this (ascending).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..cache_rows import PagedRows
+from ..paged_attention import row_quantum, tree_sum
+from ..window_rows import WindowRows
+
+
+def _bytes_at_once(device: torch.device) -> int:
+    """Bytes of gathered rows held at once."""
+    return 16 << 20 if device.type == "cpu" else 512 << 20
+
+
+def _attend(q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """``q`` ``[r, M, D]`` (scaled), ``rows`` ``[r, N, D]``, ``mask`` ``[r, N]``, ``sink`` ``[M, 1]`` → ``[r, M, D]``."""
+    scores = torch.bmm(q, rows.transpose(1, 2)).masked_fill_(~mask.unsqueeze(1), -torch.inf)
+    top = torch.maximum(scores.amax(-1, keepdim=True), sink).clamp_min_(torch.finfo(torch.float32).min)
+    weights = scores.sub_(top).exp_()
+    # the largest of weights and sink is 1, so a total below 1 means that there is neither
+    total = tree_sum(weights, 2).unsqueeze(-1).add_((sink - top).exp_()).clamp_min_(1.0)
+    return torch.bmm(weights, rows).div_(total).add_(0.0)  # −0 + 0 = 0
+
+
+def two_source_attention(
+    q: torch.Tensor,
+    window: WindowRows,
+    entries: PagedRows | None,
+    selected: torch.Tensor | None,
+    sink: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """``q`` ``[T, H, D]`` of any float dtype → float32 ``[T, H, D]``.
+
+    ``window`` and ``entries`` hold rows of width ``D``, ``selected`` int32 ``[T, k]`` names each row's entries in ascending order, −1 =
+    none; ``entries`` and ``selected`` are None together. ``sink`` float32 ``[H]``. Rows that are not seen may hold anything.
+    """
+    step = window.plan.step
+    heads, width = q.shape[1:]
+    padding = -heads % row_quantum(q.device)
+    sinks = F.pad(sink.float(), (0, padding)).unsqueeze(-1)
+    places = window.plan.window + (0 if selected is None else selected.shape[1])
+    at_once = max(1, _bytes_at_once(q.device) // (places * width * 4))
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    for first in range(0, q.shape[0], at_once):
+        last = min(first + at_once, q.shape[0])
+        rows, mask = window.gather(first, last)
+        if entries is not None and selected is not None:
+            listed = selected[first:last].long()
+            real = listed >= 0
+            found = entries.gather(step.row_seq[first:last, None], listed.clamp_min(0)).masked_fill_(~real.unsqueeze(-1), 0.0)
+            rows, mask = torch.cat((rows, found), 1), torch.cat((mask, real), 1)
+        wide = F.pad(q[first:last].float() * scale, (0, 0, 0, padding))
+        out[first:last] = _attend(wide, rows, mask, sinks)[:, :heads]
+    return out
