@@ -1,35 +1,15 @@
-"""Routing by gate scores and the sum of the chosen experts.
-
-Scores are ``sqrt(softplus(logits / temperature))`` (DeepSeek-V4) or a softmax over all experts (Mixtral). A bias takes part in
-choosing, not in the weights; equal scores go to the lower expert. Experts are gated blocks ``w2(silu(w1 x) * w3 x)``, optionally
-with clamps.
-
-Every expert computes every row and what was not asked for is masked: right for few experts, free of data-dependent sizes. What
-experts give is added in the order of their numbers.
-"""
+"""Choosing experts: the best by gate scores, and the weights they get. Equal scores go to the lower expert."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 
-from ..activations import silu, softplus
-from ..block_formats import RowFormat, fake_quantise
-from ..linear import PackedLinear, pack_linear
+from ..activations import softplus
+from ..linear import PackedLinear
 from ..paged_attention import tree_sum
 from ..top_k import top_k
 
 _LEAST_SUM = 1e-20
-
-
-def _scores(logits: torch.Tensor, scoring: Literal["sqrtsoftplus", "softmax"]) -> torch.Tensor:
-    if scoring == "sqrtsoftplus":
-        return softplus(logits).sqrt_()
-    weights = logits.sub(logits.amax(-1, keepdim=True)).exp_()
-    return weights.div_(tree_sum(weights, 1).unsqueeze(-1))
 
 
 def route(
@@ -40,16 +20,16 @@ def route(
     normalise: bool,
     scale: float,
     temperature: float = 1.0,
-    scoring: Literal["sqrtsoftplus", "softmax"] = "sqrtsoftplus",
     ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts int64 ``[T, k]``, ascending, and their weights float32 ``[T, k]``, for ``u`` ``[T, d]``.
+    """DeepSeek-V4's routing: experts int64 ``[T, k]``, ascending, and their weights float32 ``[T, k]``, for ``u`` ``[T, d]``.
 
-    ``gate`` is the product ``d → E`` in float32, ``bias`` float32 ``[E]`` or ``[T, E]`` (rows of images have one of their own) or None.
-    ``normalise``: weights are divided by their sum (at least 1e-20) if ``chosen > 1``. ``ids`` int64 ``[T, k]`` fixes the experts (tables
-    by token), in any order; the answer is ascending.
+    Scores are ``sqrt(softplus(logits / temperature))`` with ``gate`` the product ``d → E`` in float32. ``bias`` float32 ``[E]`` or
+    ``[T, E]`` (rows of images have one of their own) takes part in choosing, not in the weights. ``normalise``: weights are divided by
+    their sum plus 1e-20 if ``chosen > 1``; all are multiplied by ``scale``. ``ids`` int64 ``[T, k]``, in any order, fixes the experts
+    (tables by token).
     """
-    scores = _scores(gate(u.float()) / temperature, scoring)
+    scores = softplus(gate(u.float()) / temperature).sqrt_()
     if ids is None:
         ids = top_k(scores if bias is None else scores + bias, chosen)
     ids = ids.sort(-1).values
@@ -59,71 +39,17 @@ def route(
     return ids, weights * scale
 
 
-@dataclass(frozen=True)
-class ExpertBank:
-    """Products of experts, one of each per place."""
+def softmax_top_k(logits: torch.Tensor, k: int, renormalise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``k`` likeliest experts of a softmax over all (Shazeer et al. 2017), from ``logits`` ``[T, E]`` of any float dtype, ``k ≤ E``.
 
-    gate_up: tuple[PackedLinear, ...]
-    """``d → 2 m``, gate first."""
-    down: tuple[PackedLinear, ...]
-    """``m → d``."""
-
-
-def pack_experts(w13: Sequence[torch.Tensor] | torch.Tensor, w2: Sequence[torch.Tensor] | torch.Tensor) -> ExpertBank:
-    """Prepares ``w13`` ``[P, 2 m, d]`` (gate rows first) and ``w2`` ``[P, d, m]``, or sequences of their parts, for repeated use."""
-    return ExpertBank(tuple(pack_linear(w) for w in w13), tuple(pack_linear(w) for w in w2))
-
-
-def gated_mlp(
-    u: torch.Tensor,
-    gate_up: PackedLinear,
-    down: PackedLinear,
-    limit: float = 0.0,
-    weight: torch.Tensor | None = None,
-    form: RowFormat | None = None,
-    weight_first: bool = True,
-) -> torch.Tensor:
-    """One expert: ``u`` ``[T, d]`` in the dtype of its products → float32 ``[T, d]``.
-
-    ``limit > 0`` clamps the gate from above and the other half to ``±limit``, before SiLU. ``weight`` float32 ``[T, 1]`` multiplies the
-    inner row (``weight_first``) or the answer. ``form``: the inner row is rounded to this format, as products of quantised weights take it.
+    Gives ``experts`` int64 ``[T, k]``, the likeliest first, and ``shares`` float32 ``[T, k]``: their softmax over all ``E``, divided by the
+    sum of the ``k`` chosen if ``renormalise``. Additions are a fixed tree, so that a row does not depend on how many there are.
     """
-    gate, up = gate_up(u).float().chunk(2, -1)
-    if limit > 0:
-        gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
-    inner = silu(gate) * up
-    if weight is not None and weight_first:
-        inner = inner * weight
-    inner = inner.to(u.dtype)
-    if form is not None:
-        inner = fake_quantise(inner, form)
-    out = down(inner).float()
-    return out if weight is None or weight_first else out * weight
-
-
-def expert_mlp(
-    u: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    bank: ExpertBank,
-    limit: float = 0.0,
-    physical: Sequence[int] | None = None,
-    form: RowFormat | None = None,
-    weight_first: bool = True,
-) -> torch.Tensor:
-    """Weighted sum of the chosen experts, float32 ``[T, d]``.
-
-    ``u`` ``[T, d]`` in the dtype of the products, ``ids`` int64 ``[T, k]`` (distinct in a row), ``weights`` float32 ``[T, k]``.
-    ``physical[e]`` is the place of expert ``e`` in ``bank`` (None = its number); it does not change the order of additions. Other
-    arguments as for ``gated_mlp``; rounding ``u`` is the caller's part. Raises ``ValueError`` for a place the bank does not have.
-    """
-    places = range(len(bank.down)) if physical is None else physical
-    if any(not 0 <= place < len(bank.down) for place in places):
-        raise ValueError(f"experts are placed at {min(places)} … {max(places)}, but the bank has {len(bank.down)} places")
-    total = torch.zeros(u.shape, dtype=torch.float32, device=u.device)
-    for expert, place in enumerate(places):
-        mine = ids == expert
-        weight = torch.where(mine, weights, 0.0).sum(-1, keepdim=True)  # one term at most is not 0
-        out = gated_mlp(u, bank.gate_up[place], bank.down[place], limit, weight, form, weight_first)
-        total += torch.where(mine.any(-1, keepdim=True), out, 0.0)
-    return total
+    wide = logits.float()
+    shares = wide.sub(wide.amax(-1, keepdim=True)).exp_()
+    shares = shares.div_(tree_sum(shares, 1).unsqueeze(-1))
+    experts = top_k(wide, k)
+    shares = shares.gather(1, experts)
+    if renormalise:
+        shares = shares / tree_sum(shares, 1).unsqueeze(-1)
+    return experts, shares

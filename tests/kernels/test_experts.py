@@ -9,7 +9,7 @@ import torch
 
 from deepinfer.kernels.activations import sigmoid, silu, softplus
 from deepinfer.kernels.block_formats import FP8_ROWS, fake_quantise
-from deepinfer.kernels.experts import expert_mlp, gated_mlp, pack_experts, route
+from deepinfer.kernels.experts import expert_mlp, gated_mlp, pack_experts, route, softmax_top_k
 from deepinfer.kernels.linear import pack_linear
 from invariance_kit import depends_on_batch
 
@@ -40,20 +40,16 @@ def test_activations_give_a_number_the_same_bits_wherever_it_stands(function: ob
         assert torch.equal(function(x[start : start + count].clone()), whole[start : start + count])
 
 
-@pytest.mark.parametrize("scoring", ["sqrtsoftplus", "softmax"])
 @pytest.mark.parametrize("normalise", [True, False])
-def test_routing_equals_a_plain_loop(scoring: str, normalise: bool, device: str) -> None:
+def test_routing_equals_a_plain_loop(normalise: bool, device: str) -> None:
     u, gate, bias = random_rows(20, HIDDEN), random_rows(EXPERTS, HIDDEN, seed=1) * 0.5, random_rows(20, EXPERTS, seed=2)
     u[3] = 0  # all logits equal: the bias alone decides
     bias[4] = 0
     u[4] = 0  # all equal: the lowest experts
-    assert scoring in ("sqrtsoftplus", "softmax")
-    ids, found = route(u.to(device), pack_linear(gate.to(device)), bias.to(device), 3, normalise, 1.5, 0.7, scoring)  # type: ignore[arg-type]
+    ids, found = route(u.to(device), pack_linear(gate.to(device)), bias.to(device), 3, normalise, 1.5, 0.7)
     for row in range(20):
         logits = [sum(a * b for a, b in zip(u[row].double().tolist(), g, strict=True)) / 0.7 for g in gate.double().tolist()]
         scores = [math.sqrt(math.log1p(math.exp(v))) for v in logits]
-        if scoring == "softmax":
-            scores = [math.exp(v) / sum(math.exp(o) for o in logits) for v in logits]
         biased = [s + b for s, b in zip(scores, bias[row].tolist(), strict=True)]
         best = sorted(sorted(range(EXPERTS), key=lambda e: (-biased[e], e))[:3])
         assert ids[row].tolist() == best
@@ -136,3 +132,51 @@ def test_an_expert_nobody_asked_for_adds_nothing(device: str) -> None:
     u, ids = random_rows(6, HIDDEN).to(device), torch.tensor([[0, 1]] * 6, device=device)
     weight = torch.ones(6, 2, device=device)
     assert torch.equal(expert_mlp(u, ids, weight, pack_experts(w13, broken)), expert_mlp(u, ids, weight, pack_experts(w13, w2)))
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("chosen", [1, 2, 3, EXPERTS])
+def test_the_likeliest_experts_share_the_row(chosen: int, renormalise: bool, device: str) -> None:
+    logits = random_rows(50, EXPERTS).to(device)
+    experts, shares = softmax_top_k(logits, chosen, renormalise)
+    want = logits.double().softmax(-1).topk(chosen, -1)
+    assert torch.equal(experts, want.indices) and experts.dtype == torch.int64 and shares.dtype == torch.float32
+    exact = want.values / want.values.sum(-1, keepdim=True) if renormalise else want.values
+    torch.testing.assert_close(shares.double(), exact, rtol=1e-6, atol=1e-7)
+
+
+def test_of_equal_experts_the_lower_number_is_taken(device: str) -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], [1.0, 0.0, 1.0, 0.0]], device=device)
+    experts, shares = softmax_top_k(logits.bfloat16(), 2)
+    assert experts.tolist() == [[1, 2], [0, 1], [0, 2]]
+    assert shares.tolist() == [[0.5, 0.5]] * 3
+
+
+def test_shares_do_not_depend_on_the_batch(device: str) -> None:
+    counts = (1, 2, 3, 5, 8, 9, 33, 64, 129) if device == "cpu" else (32, 64, 128)  # as in a model, where rows come padded
+    for chosen in (2, 5):
+        op = lambda rows, k=chosen: softmax_top_k(rows, k)[1]  # noqa: E731
+        assert depends_on_batch(op, random_rows(256, 8).to(device), counts) == []
+
+
+def test_the_order_in_which_experts_were_chosen_does_not_matter(device: str) -> None:
+    packed = pack_experts(*weights(torch.float32, device))
+    u = random_rows(20, HIDDEN).to(device)
+    experts, shares = softmax_top_k(random_rows(20, EXPERTS, seed=1).to(device), 3)
+    found = packed(u, experts, shares)
+    assert torch.equal(found, packed(u, experts.flip(-1), shares.flip(-1)))
+    assert torch.equal(found, expert_mlp(u, experts, shares, packed, weight_first=False))
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down", "said"),
+    [
+        ([], [], "must be one"),
+        ([(96, 64)], [(64, 48), (64, 48)], "1 gate_up and 2 down"),
+        ([(96, 64), (96, 32)], [(64, 48), (64, 48)], r"expert 1 has gate_up \[96, 32\]"),
+        ([(48, 64)], [(64, 48)], r"expert 0 has gate_up \[48, 64\]"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(gate_up: list[tuple[int, ...]], down: list[tuple[int, ...]], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        pack_experts([torch.zeros(s) for s in gate_up], [torch.zeros(s) for s in down])

@@ -1,0 +1,105 @@
+"""Gated experts ``w2(silu(w1 x) * w3 x)`` with weights prepared once; the bits of a row do not depend on the other rows.
+
+Which rows an expert gets is known on the device only, and a product over a choice of rows would have a row count that the host
+would have to wait for. So every expert computes every row, in ``linear``'s verified row counts, and a row keeps what its own
+experts made: right for few experts. A grouped product of the same contract can stand beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..activations import silu
+from ..block_formats import RowFormat, fake_quantise
+from ..linear import PackedLinear, pack_linear
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Feed-forward blocks, callable on rows and the experts chosen for them."""
+
+    gate_up: tuple[PackedLinear, ...]
+    """``d → 2 m``, gate first."""
+    down: tuple[PackedLinear, ...]
+    """``m → d``."""
+
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """``expert_mlp`` without clamps or rounding, the shares multiplying what experts give (Mixtral)."""
+        return expert_mlp(x, experts, shares, self, weight_first=False)
+
+
+def pack_experts(gate_up: Sequence[torch.Tensor] | torch.Tensor, down: Sequence[torch.Tensor] | torch.Tensor) -> PackedExperts:
+    """Prepares the experts' weights, one of each per place: ``gate_up`` ``[2 m, d]`` (gate first), ``down`` ``[d, m]``, or both stacked.
+
+    Raises ``ValueError`` naming the first expert whose weights do not fit those of expert 0. Row counts are checked as for
+    ``pack_linear``; as there, the caller may free what came out packed.
+    """
+    if len(gate_up) != len(down) or not len(down):
+        raise ValueError(f"{len(gate_up)} gate_up and {len(down)} down weights: every expert needs one of each, and there must be one")
+    hidden, width = down[0].shape
+    for number, (wide, back) in enumerate(zip(gate_up, down, strict=True)):
+        if tuple(wide.shape) != (2 * width, hidden) or tuple(back.shape) != (hidden, width):
+            raise ValueError(
+                f"expert {number} has gate_up {list(wide.shape)} and down {list(back.shape)}, expert 0 asks for "
+                f"{[2 * width, hidden]} and {[hidden, width]}"
+            )
+    return PackedExperts(tuple(pack_linear(w) for w in gate_up), tuple(pack_linear(w) for w in down))
+
+
+def gated_mlp(
+    u: torch.Tensor,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    limit: float = 0.0,
+    weight: torch.Tensor | None = None,
+    form: RowFormat | None = None,
+    weight_first: bool = True,
+) -> torch.Tensor:
+    """One expert: ``u`` ``[T, d]`` in the dtype of its products → float32 ``[T, d]``.
+
+    ``limit > 0`` clamps the gate from above and the other half to ``±limit``, before SiLU. ``weight`` float32 ``[T, 1]`` multiplies the
+    inner row (``weight_first``) or the answer. ``form``: the inner row is rounded to this format, as products of quantised weights take it.
+    """
+    gate, up = gate_up(u).float().chunk(2, -1)
+    if limit > 0:
+        gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
+    inner = silu(gate) * up
+    if weight is not None and weight_first:
+        inner = inner * weight
+    inner = inner.to(u.dtype)
+    if form is not None:
+        inner = fake_quantise(inner, form)
+    out = down(inner).float()
+    return out if weight is None or weight_first else out * weight
+
+
+def expert_mlp(
+    u: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    bank: PackedExperts,
+    limit: float = 0.0,
+    physical: Sequence[int] | None = None,
+    form: RowFormat | None = None,
+    weight_first: bool = True,
+) -> torch.Tensor:
+    """Weighted sum of the chosen experts, float32 ``[T, d]``, added in the order of their numbers.
+
+    ``u`` ``[T, d]`` in the dtype of the products, ``ids`` int64 ``[T, k]`` (distinct in a row, any order), ``weights`` float32 ``[T, k]``.
+    ``physical[e]`` is the place of expert ``e`` in ``bank`` (None = its number); it does not change the order of additions. Other
+    arguments as for ``gated_mlp``; rounding ``u`` is the caller's part. What an expert makes of rows that did not choose it is
+    dropped, infinities included. Raises ``ValueError`` for a place the bank does not have.
+    """
+    places = range(len(bank.down)) if physical is None else physical
+    if any(not 0 <= place < len(bank.down) for place in places):
+        raise ValueError(f"experts are placed at {min(places)} … {max(places)}, but the bank has {len(bank.down)} places")
+    total = torch.zeros(u.shape, dtype=torch.float32, device=u.device)
+    for expert, place in enumerate(places):
+        mine = ids == expert
+        weight = torch.where(mine, weights, 0.0).sum(-1, keepdim=True)  # one term at most is not 0
+        out = gated_mlp(u, bank.gate_up[place], bank.down[place], limit, weight, form, weight_first)
+        total += torch.where(mine.any(-1, keepdim=True), out, 0.0)
+    return total
