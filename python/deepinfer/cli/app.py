@@ -16,6 +16,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "batch": "answer a JSONL file of OpenAI batch requests",
     "bench": "measure this machine: throughput, latency, or the scheduler alone",
+    "make-checkpoint": "write a random DeepSeek-V4.1 checkpoint in the released format",
     "doctor": "show the hardware, the libraries, the optional parts and the environment switches",
 }
 
@@ -32,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"deepinfer {_version()}")
-    add_commands(parser, "COMMAND", {name: f"deepinfer.cli.{name}" for name in COMMANDS}, COMMANDS)
+    add_commands(parser, "COMMAND", {name: f"deepinfer.cli.{name.replace('-', '_')}" for name in COMMANDS}, COMMANDS)
     return parser
 
 

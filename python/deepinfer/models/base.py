@@ -152,8 +152,24 @@ class StatefulModel(Model, Protocol):
         """
 
 
+class Fillable(Protocol):
+    """The part of a loadable model that takes its weights."""
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Checkpoint name → shape of every tensor that must be loaded."""
+
+    def optional_tensors(self) -> tuple[str, ...]:
+        """Patterns (``fnmatch``) of checkpoint tensors that may be present and carry nothing this model needs."""
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Where the tensor of that checkpoint name is written (a view of its final place)."""
+
+    def finish_loading(self) -> None:
+        """Called once when all parameters are written: packs weights, frees what is no longer needed."""
+
+
 @runtime_checkable
-class LoadableModel(Model, Protocol):
+class LoadableModel(Model, Fillable, Protocol):
     """A model class the loaders can fill: what ``register_model`` and entry points name.
 
     Order of calls: ``from_config`` · ``parameter_shapes`` · ``parameter`` of each name · ``finish_loading`` · the calls of ``Model``.
@@ -167,15 +183,3 @@ class LoadableModel(Model, Protocol):
     @classmethod
     def position_limit(cls, config: Mapping[str, Any]) -> int:
         """Longest sequence the model was made for, in tokens, without allocating anything."""
-
-    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Checkpoint name → shape of every tensor that must be loaded."""
-
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Patterns (``fnmatch``) of checkpoint tensors that may be present and carry nothing this model needs."""
-
-    def parameter(self, name: str) -> torch.Tensor:
-        """Where the tensor of that checkpoint name is written (a view of its final place)."""
-
-    def finish_loading(self) -> None:
-        """Called once when all parameters are written: packs weights, frees what is no longer needed."""

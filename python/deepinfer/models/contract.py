@@ -13,14 +13,14 @@ from typing import Any, cast
 import torch
 
 from ..errors import ModelContractError
-from .base import LoadableModel, Model, PagedGroup, StatefulModel, StateGroup
+from .base import Fillable, LoadableModel, Model, PagedGroup, StatefulModel, StateGroup
 
 _STATED = "deepinfer.models.base.LoadableModel"
 
 
 def _asked() -> dict[str, Any]:
     """Name → function or classmethod of everything the protocols ask for."""
-    members = {**vars(Model), **vars(LoadableModel)}
+    members = {**vars(Model), **vars(LoadableModel), **vars(Fillable)}
     return {n: m for n, m in members.items() if not n.startswith("_") and (inspect.isfunction(m) or isinstance(m, classmethod))}
 
 
@@ -63,7 +63,7 @@ def check_model(model: LoadableModel) -> None:
             raise ModelContractError(f"{_of(model)}.{name} must be a positive integer once from_config has returned, found {value!r}")
 
 
-def check_shapes(model: LoadableModel) -> dict[str, tuple[int, ...]]:
+def check_shapes(model: Fillable) -> dict[str, tuple[int, ...]]:
     """``parameter_shapes`` of a model, each compared with its place before anything is read.
 
     Raises ``ModelContractError`` naming the parameter whose place has another shape, is none, or is a new tensor at every call.

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from deepinfer.models.deepseek_v41.make_checkpoint import make_checkpoint
+
 DATA = Path(__file__).resolve().parents[2] / "data" / "deepseek_v41"
 
 
@@ -37,3 +39,11 @@ def flat(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         return {**text, **config}
 
     return read
+
+
+@pytest.fixture(scope="session")
+def made(load: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of ``tiny`` in the released form, seed 3, in several shards. Read it only."""
+    directory = tmp_path_factory.mktemp("v41") / "released"
+    make_checkpoint(load("tiny"), directory, seed=3, shard_bytes=5_000_000)
+    return directory

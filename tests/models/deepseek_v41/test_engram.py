@@ -15,8 +15,9 @@ from deepinfer.errors import CheckpointError
 from deepinfer.kernels.block_formats import FP8_ROWS, encode_rows
 from deepinfer.models.deepseek_v41 import engram
 from deepinfer.models.deepseek_v41.engram import DEAD, compress_ids, identity_map, layer_multipliers, table_primes, token_map
-from deepinfer.models.deepseek_v41.engram_table import EngramTable, map_tensor
+from deepinfer.models.deepseek_v41.engram_table import EngramTable
 from deepinfer.models.deepseek_v41.topology import read_topology
+from deepinfer.models.loaders.safetensors_source import SafetensorsSource
 
 Load = Callable[..., dict[str, Any]]
 
@@ -163,20 +164,28 @@ def test_rows_come_from_a_mapped_checkpoint(tmp_path: Path) -> None:
         },
         file,
     )
-    mapped = [map_tensor(file, f"embed.{part}") for part in ("weight", "scale")]
+    source = SafetensorsSource([file])
+    mapped = [source.mapped(f"embed.{part}") for part in ("weight", "scale")]
     assert all(isinstance(part, np.memmap) for part in mapped)
     rows = torch.tensor([0, 299, 17, 17, DEAD])
     assert torch.equal(EngramTable(mapped[0], mapped[1], 66 * 16).read(rows, torch.float32), expected(values, scales, rows))
-    with pytest.raises(CheckpointError, match=r"'other'.*rows of one byte a number"):
-        map_tensor(file, "other")
-    with pytest.raises(CheckpointError, match="'absent' is missing"):
-        map_tensor(file, "absent")
-    (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(CheckpointError, match="cannot be mapped"):
-        map_tensor(tmp_path / "cut.safetensors", "embed.weight")
-    (tmp_path / "none.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(CheckpointError, match="not readable"):
-        map_tensor(tmp_path / "none.safetensors", "embed.weight")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"'embed\.scale' cannot be mapped from .*model\.safetensors"):
+        source._maps.clear()
+        source.mapped("embed.scale")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_rows_are_read_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+    rows = torch.randn(40, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    save_file({"embed.weight": rows}, tmp_path / "model.safetensors")
+    mapped = SafetensorsSource([tmp_path / "model.safetensors"]).mapped("embed.weight")
+    table = EngramTable(mapped, None, 8 * 24 * dtype.itemsize, dtype=dtype)
+    wanted = torch.tensor([[3, 39], [DEAD, 3]])
+    assert table.width == 24 and table.capacity == 8
+    assert torch.equal(table.read(wanted, torch.float32), rows[wanted.clamp_min(0)].float() * (wanted >= 0)[..., None])
+    with pytest.raises(CheckpointError, match="are no whole numbers of float32"):
+        EngramTable(mapped[:, :6], None, 0)
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:

@@ -404,6 +404,13 @@ class DeepseekV41Parameters:
         """See ``registry.LoadableModel``."""
         return self.places[name]
 
+    def optional_tensors(self) -> tuple[str, ...]:
+        """Checkpoints have a bias for tokens of images in every router; without images nothing reads it."""
+        return ("*.ffn.gate.bias_vl",) if self.topology.vision is None else ("mtp.*.ffn.gate.bias_vl",)
+
+    def finish_loading(self) -> None:
+        """See ``registry.LoadableModel``; places are final as they are."""
+
     def attach_tables(self, tables: Mapping[int, EngramTable], token_map: torch.Tensor | None) -> None:
         """Gives each Engram layer (by layer number) its opened table, and all of them the map of token ids."""
         for index, layer in enumerate(self.layers):

@@ -175,6 +175,14 @@ def _normaliser() -> Any:
     )
 
 
+def compressed_keys(vocabulary: Vocabulary) -> Iterator[str]:
+    """What tells the tokens' texts apart, in id order: equal keys share a compressed id."""
+    normalise = _normaliser().normalize_str
+    for token in range(vocabulary.get_vocab_size(with_added_tokens=True)):
+        text = vocabulary.decode([token], skip_special_tokens=False)
+        yield (vocabulary.id_to_token(token) or "") if "\ufffd" in text else normalise(text) or text
+
+
 def token_map(vocabulary: Vocabulary, compressed: int, vocab: int) -> torch.Tensor:
     """Compressed id of every token id, int64 ``[vocab]``; ids the vocabulary does not have are ``DEAD``.
 
@@ -182,15 +190,12 @@ def token_map(vocabulary: Vocabulary, compressed: int, vocab: int) -> torch.Tens
     is no text of its own (part of a character) keeps an id of its own. Raises ``CheckpointError`` unless there are exactly
     ``compressed`` ids: with any other number every hash would differ from those the tables were trained with.
     """
-    normalise = _normaliser().normalize_str
     numbers: dict[str, int] = {}
     ids = torch.full((vocab,), DEAD, dtype=torch.int64)
     count = vocabulary.get_vocab_size(with_added_tokens=True)
     if count > vocab:
         raise CheckpointError(f"the tokenizer has {count} tokens, 'vocab_size' is {vocab}; use the checkpoint's own tokenizer")
-    for token in range(count):
-        text = vocabulary.decode([token], skip_special_tokens=False)
-        key = (vocabulary.id_to_token(token) or "") if "\ufffd" in text else normalise(text) or text
+    for token, key in enumerate(compressed_keys(vocabulary)):
         ids[token] = numbers.setdefault(key, len(numbers))
     if len(numbers) != compressed:
         raise CheckpointError(

@@ -1,14 +1,13 @@
 """Rows of an Engram table: the file stays mapped, rows read lately are kept in a bounded cache.
 
 n-grams repeat much as words do, so a small cache serves most reads of tables far larger than memory. Rows are kept as the
-checkpoint has them: elements and scales side by side, one ``FP8_ROWS`` record each.
+checkpoint has them: elements and scales side by side, one ``FP8_ROWS`` record each, or the plain numbers.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,46 +34,56 @@ class RowCounters:
     """Of the table behind the cache."""
 
 
-def map_tensor(path: Path, name: str) -> np.ndarray:
-    """The bytes of tensor ``name`` of a safetensors file, ``[rows, bytes a row]``, mapped and read-only.
+class RowBytes(Protocol):
+    """Rows of bytes by number: an array, mapped or not, or something that makes them."""
 
-    Raises ``CheckpointError`` if the file has no such two-dimensional tensor of one byte a number.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            entry = json.loads(file.read(length)).get(name)
-    except (OSError, ValueError, MemoryError, OverflowError) as error:
-        raise CheckpointError(f"{path}: not readable as safetensors ({error})") from error
-    if entry is None:
-        raise CheckpointError(f"tensor {name!r} is missing from {path}")
-    shape, (begin, end) = entry["shape"], entry["data_offsets"]
-    if len(shape) != 2 or end - begin != shape[0] * shape[1]:
-        raise CheckpointError(f"tensor {name!r} in {path} has shape {shape} and {end - begin} bytes; expected rows of one byte a number")
-    try:
-        return np.memmap(path, dtype=np.uint8, mode="r", offset=8 + length + begin, shape=(shape[0], shape[1]))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"tensor {name!r} cannot be mapped from {path}: {error}") from error
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(rows, bytes a row)``."""
+
+    @property
+    def dtype(self) -> Any:
+        """numpy's uint8."""
+
+    def __getitem__(self, rows: np.ndarray, /) -> np.ndarray:
+        """uint8 ``[n, bytes a row]`` of row numbers int64 ``[n]``."""
 
 
 class EngramTable:
     """Reads rows by number. Not for use from two threads at once."""
 
-    def __init__(self, values: np.ndarray, scales: np.ndarray, cache_bytes: int, name: str = "embed") -> None:
+    def __init__(
+        self, values: RowBytes, scales: RowBytes | None, cache_bytes: int, name: str = "embed", dtype: torch.dtype = torch.float32
+    ) -> None:
         """``values`` uint8 ``[rows, width]`` (e4m3) and ``scales`` uint8 ``[rows, width / 32]`` (ue8m0), in memory or mapped.
 
-        ``cache_bytes`` bounds the cached records; less than one set of them means no cache. Raises ``CheckpointError`` if the
-        two arrays do not belong together.
+        Without scales ``values`` are the bytes of plain numbers of ``dtype``. ``cache_bytes`` bounds the cached records; less
+        than one set of them means no cache. Raises ``CheckpointError`` if the two arrays do not belong together.
         """
-        rows, self.width = values.shape
-        blocks = self.width // FP8_ROWS.block
-        if not FP8_ROWS.fits(self.width) or values.dtype != np.uint8 or scales.dtype != np.uint8 or scales.shape != (rows, blocks):
-            raise CheckpointError(
-                f"Engram table {name!r}: values {values.dtype} {list(values.shape)} and scales {scales.dtype} {list(scales.shape)} "
-                f"are not uint8 rows with one scale for {FP8_ROWS.block} numbers"
-            )
+        self._plain = dtype if scales is None else None
+        rows, across = values.shape
+        if scales is None:
+            self.width, self.record_bytes = across // dtype.itemsize, across
+            if values.dtype != np.uint8 or across % dtype.itemsize:
+                word = str(dtype).removeprefix("torch.")
+                raise CheckpointError(f"Engram table {name!r}: rows {values.dtype} {list(values.shape)} are no whole numbers of {word}")
+        else:
+            self.width = across
+            if (
+                not FP8_ROWS.fits(across)
+                or {values.dtype, scales.dtype} != {np.dtype(np.uint8)}
+                or scales.shape
+                != (
+                    rows,
+                    across // FP8_ROWS.block,
+                )
+            ):
+                raise CheckpointError(
+                    f"Engram table {name!r}: values {values.dtype} {list(values.shape)} and scales {scales.dtype} {list(scales.shape)} "
+                    f"are not uint8 rows with one scale for {FP8_ROWS.block} numbers"
+                )
+            self.record_bytes = FP8_ROWS.record_bytes(across)
         self.rows, self.name = rows, name
-        self.record_bytes = FP8_ROWS.record_bytes(self.width)
         self.counters = RowCounters()
         self._values, self._scales = values, scales
         self._sets = max(cache_bytes, 0) // (self.record_bytes * _WAYS)
@@ -89,7 +98,9 @@ class EngramTable:
         return self._sets * _WAYS
 
     def _load(self, rows: np.ndarray) -> np.ndarray:
-        records = np.concatenate((self._values[rows], self._scales[rows]), 1)
+        records = self._values[rows]
+        if self._scales is not None:
+            records = np.concatenate((records, self._scales[rows]), 1)
         self.counters.bytes_read += records.nbytes
         return records
 
@@ -146,6 +157,12 @@ class EngramTable:
             found[absent:] = self._fetch(distinct[absent:])
         return torch.from_numpy(found[inverse.reshape(-1)]).view(*rows.shape, self.record_bytes)
 
+    def decode(self, records: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """``[..., width]`` in ``dtype`` of ``records`` uint8 ``[..., record_bytes]``, on the device where they are."""
+        if self._plain is None:
+            return decode_rows(records, FP8_ROWS, self.width, dtype)
+        return records.contiguous().view(self._plain).to(dtype)
+
     def read(self, rows: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Rows in ``dtype`` ``[..., width]``; see ``records``."""
-        return decode_rows(self.records(rows), FP8_ROWS, self.width, dtype)
+        return self.decode(self.records(rows), dtype)

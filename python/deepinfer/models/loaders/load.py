@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import torch
 
 from ...errors import ConfigError, UnsupportedFormatError
@@ -19,9 +21,31 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 RUN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _source(source: ResolvedModel, load_format: str, seed: int, model: LoadableModel) -> WeightSource:
+@runtime_checkable
+class LoadsItself(Protocol):
+    """A family whose weights are not all numbers to be copied: packed forms, tables that stay in their files."""
+
+    def from_checkpoint(
+        self,
+        source: ResolvedModel,
+        dtype: torch.dtype,
+        device: torch.device,
+        load_format: str,
+        seed: int,
+        progress: Progress | None,
+    ) -> LoadableModel:
+        """A class method: what ``load_model`` does, ``finish_loading`` included."""
+
+
+def check_load_format(source: ResolvedModel, load_format: str) -> str:
+    """The form weights are to be read in: ``dummy``, or what ``source`` holds (``safetensors``, ``fp8``, ``gguf``).
+
+    Raises ``ConfigError`` if they are asked for in another, ``UnsupportedFormatError`` if there are none.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if load_format == "dummy":
-        return DummySource(model.parameter_shapes(), seed)
+        return load_format
     found = source.weight_format
     if found == "none":
         raise UnsupportedFormatError(
@@ -29,6 +53,13 @@ def _source(source: ResolvedModel, load_format: str, seed: int, model: LoadableM
         )
     if load_format != "auto" and load_format != ("gguf" if found == "gguf" else "safetensors"):
         raise ConfigError(f"load_format={load_format!r}, but {source.name} holds {found} weights; use load_format='auto'")
+    return found
+
+
+def _source(source: ResolvedModel, load_format: str, seed: int, model: LoadableModel) -> WeightSource:
+    found = check_load_format(source, load_format)
+    if found == "dummy":
+        return DummySource(model.parameter_shapes(), seed)
     if found == "gguf":
         return GgufSource(source.weight_files, source.config)
     stored = SafetensorsSource(source.weight_files)
@@ -54,7 +85,12 @@ def load_model(
         raise ConfigError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if dtype not in RUN_DTYPES:
         raise ConfigError(f"dtype {dtype} is not one of float32, bfloat16, float16")
-    model = resolve_architecture(source.architecture).from_config(source.config, dtype, torch.device(device))
+    family = resolve_architecture(source.architecture)
+    if isinstance(family, LoadsItself):
+        model = family.from_checkpoint(source, dtype, torch.device(device), load_format, seed, progress)
+        check_model(model)
+        return model
+    model = family.from_config(source.config, dtype, torch.device(device))
     check_model(model)
     fill(model, _source(source, load_format, seed, model), progress)
     return model

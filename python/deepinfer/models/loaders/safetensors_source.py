@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -38,7 +39,8 @@ def find_safetensors(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted(file for file in directory.glob("*.safetensors") if not file.name.startswith("consolidated")))
 
 
-def _read_header(path: Path) -> dict[str, dict[str, Any]]:
+def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Entries by name, and where the bytes that they count from begin."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -61,7 +63,7 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
     if size < expected:
         cut = next(name for name, entry in header.items() if 8 + length + entry["data_offsets"][1] > size)
         raise CheckpointError(f"{path} is truncated at tensor {cut!r}: expected {expected} bytes, the file has {size}")
-    return header
+    return header, 8 + length
 
 
 class SafetensorsSource:
@@ -70,15 +72,19 @@ class SafetensorsSource:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
         self.dtypes: dict[str, str] = {}
         self._directory = files[0].parent
         for path in files:
-            for name, entry in _read_header(path).items():
+            header, start = _read_header(path)
+            for name, entry in header.items():
                 if name in self._files:
                     raise CheckpointError(f"tensor {name!r} is both in {self._files[name]} and in {path}")
                 self._files[name] = path
                 self._shapes[name] = tuple(entry["shape"])
                 self.dtypes[name] = entry["dtype"]
+                begin, end = entry["data_offsets"]
+                self._spans[name] = (start + begin, end - begin)
         self._expected: dict[str, str] = {}
         index = self._directory / _INDEX
         if index.is_file():
@@ -87,6 +93,7 @@ class SafetensorsSource:
                 if name not in self._files:
                     raise CheckpointError(f"tensor {name!r} is missing from {self._directory / file}, {_INDEX} lists it")
         self._open: dict[Path, Any] = {}
+        self._maps: dict[Path, np.ndarray] = {}
 
     def names(self) -> Iterable[str]:
         """See ``WeightSource``."""
@@ -106,6 +113,22 @@ class SafetensorsSource:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"tensor {name!r} cannot be read from {path}: {error}") from error
         return tensor
+
+    def mapped(self, name: str) -> np.ndarray:
+        """The tensor's bytes, uint8 ``[rows, bytes a row]``, read-only: the file stays mapped and is read where it is touched.
+
+        Raises ``CheckpointError`` if the file cannot be mapped or the bytes are not whole rows.
+        """
+        path, shape, (begin, nbytes) = self._files[name], self._shapes[name], self._spans[name]
+        rows = shape[0] if shape else 1
+        if rows <= 0 or nbytes % rows:
+            raise CheckpointError(f"tensor {name!r} in {path} has shape {list(shape)} and {nbytes} bytes, which are not whole rows")
+        try:
+            if path not in self._maps:
+                self._maps[path] = np.memmap(path, dtype=np.uint8, mode="r")
+            return self._maps[path][begin : begin + nbytes].reshape(rows, nbytes // rows)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"tensor {name!r} cannot be mapped from {path}: {error}") from error
 
     def where(self, name: str) -> str:
         """See ``WeightSource``."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ...errors import CheckpointError, UnsupportedFormatError
-from ..base import LoadableModel
+from ..base import Fillable
 from ..contract import check_shapes
 
 Progress = Callable[[int, int], None]
@@ -37,7 +37,7 @@ class WeightSource(Protocol):
         """Shape after expansion, without reading the data."""
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in a float dtype; raises ``CheckpointError`` if it cannot be read."""
+        """The tensor in a float dtype, or in the dtype of a place that takes it packed; raises ``CheckpointError`` if it cannot be read."""
 
     def where(self, name: str) -> str:
         """File that holds (or should hold) the tensor, for messages."""
@@ -51,7 +51,7 @@ def refuse_marked(names: Iterable[str]) -> None:
                 raise UnsupportedFormatError(f"tensor {name!r} belongs to a {what} checkpoint, which is not read; use the full checkpoint")
 
 
-def fill(model: LoadableModel, source: WeightSource, progress: Progress | None = None) -> None:
+def fill(model: Fillable, source: WeightSource, progress: Progress | None = None) -> None:
     """Copies every parameter of ``model`` from ``source``, converting to the parameter's dtype.
 
     Names and shapes are compared before any data is read. Raises ``CheckpointError`` naming tensor and file if one is
@@ -75,7 +75,7 @@ def fill(model: LoadableModel, source: WeightSource, progress: Progress | None =
     for name in wanted:
         place = model.parameter(name)
         tensor = source.read(name)
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() and tensor.dtype != place.dtype:
             raise CheckpointError(f"tensor {name!r} in {source.where(name)} has dtype {tensor.dtype}, expected a float type")
         place.copy_(tensor)
         done += place.nbytes
