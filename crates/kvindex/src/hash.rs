@@ -1,21 +1,70 @@
 //! Chain hash: keyed BLAKE3, 128 bits, one per full block of tokens.
 //!
-//! The root fields give two 16-byte secrets (plain and tagged blocks) and the public root of the chain. The key of a
-//! block is `secret ‖ parent hash`. A full block without extras hashes its tokens alone (u32, little endian), so that a
-//! power-of-two block fills whole compressions; any other block uses the tagged secret, and its message is the number of
-//! tokens and of extras, the tokens, then the extras, each with tag, offset in the block and length. Whoever lacks the salt can neither make
-//! nor probe another namespace's hashes.
+//! The root fields give two 32-byte keys (plain and tagged blocks) and the public root of the chain. A full block without
+//! extras, of a usual size (16 to 256), whose ids are all below 2^24 is plain: its message is the parent's hash, then three
+//! bytes an id (little endian), then zeros to a multiple of 64. So 64 ids are four compressions, and since the parent is in the message, blocks of many
+//! sequences share a key and are hashed side by side ([`ChainHasher::extend_many`]). Any other block is tagged: the parent's
+//! hash, the number of tokens and of extras, the tokens in four bytes each, then the extras, each with tag, offset in the
+//! block and length. Whoever lacks the salt can neither make nor probe another namespace's hashes.
 
 use std::fmt;
 
 use crate::ids::BlockHash;
+use crate::side_by_side::{LANES, hash_side_by_side};
 
 /// Raised when anything about the hash changes; part of the root.
-pub const HASH_FORMAT: u32 = 1;
+pub const HASH_FORMAT: u32 = 2;
 
 const ROOT_CONTEXT: &str = "deepinfer kvindex chain root";
-/// Longest block whose message is put together on the stack.
-const STACK_TOKENS: usize = 256;
+/// Bytes of a hash.
+const HASH_BYTES: usize = 16;
+/// Ids from here on do not fit three bytes.
+const WIDE_ID: u32 = 1 << 24;
+
+/// `$then` with `$N`, the bytes of a plain message of `$tokens` ids; `$otherwise` for sizes of blocks that nobody uses.
+macro_rules! with_message_bytes {
+    ($tokens:expr, $N:ident => $then:expr, $otherwise:expr) => {
+        match $tokens {
+            16 => {
+                const $N: usize = 64;
+                $then
+            }
+            32 => {
+                const $N: usize = 128;
+                $then
+            }
+            64 => {
+                const $N: usize = 256;
+                $then
+            }
+            128 => {
+                const $N: usize = 448;
+                $then
+            }
+            256 => {
+                const $N: usize = 832;
+                $then
+            }
+            _ => $otherwise,
+        }
+    };
+}
+
+/// Writes the message of a plain block over zeros. False if it is not one, since an id is too large.
+#[inline]
+fn write_message(parent: BlockHash, tokens: &[u32], message: &mut [u8]) -> bool {
+    let (head, body) = message.split_at_mut(HASH_BYTES);
+    head.copy_from_slice(&parent.0.to_le_bytes());
+    let Some((&last, most)) = tokens.split_last() else { return false };
+    let mut all = last;
+    for (index, &token) in most.iter().enumerate() {
+        // Four bytes at a stride of three: the next id overwrites the fourth.
+        body[3 * index..3 * index + 4].copy_from_slice(&token.to_le_bytes());
+        all |= token;
+    }
+    body[3 * most.len()..3 * most.len() + 3].copy_from_slice(&last.to_le_bytes()[..3]);
+    all < WIDE_ID
+}
 
 /// Everything that decides whether two caches may share blocks. Each field enters tagged and length-prefixed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -75,8 +124,8 @@ impl ExtraKind {
 #[derive(Clone)]
 pub struct ChainHasher {
     fields: Root,
-    plain: [u8; 16],
-    tagged: [u8; 16],
+    plain: [u8; 32],
+    tagged: [u8; 32],
     root: BlockHash,
 }
 
@@ -96,15 +145,15 @@ fn field(hasher: &mut blake3::Hasher, tag: u8, bytes: &[u8]) {
     hasher.update(bytes);
 }
 
-fn take16(bytes: &[u8]) -> [u8; 16] {
-    let mut out = [0; 16];
-    out.copy_from_slice(&bytes[..16]);
+fn take<const N: usize>(bytes: &[u8]) -> [u8; N] {
+    let mut out = [0; N];
+    out.copy_from_slice(&bytes[..N]);
     out
 }
 
 #[inline]
-fn finish(bytes: &[u8]) -> BlockHash {
-    let word = u128::from_le_bytes(take16(bytes));
+pub(crate) fn finish(bytes: &[u8]) -> BlockHash {
+    let word = u128::from_le_bytes(take(bytes));
     // Zero means "no hash" everywhere else.
     BlockHash(if word == 0 { 1 } else { word })
 }
@@ -122,9 +171,9 @@ impl ChainHasher {
         field(&mut hasher, 6, fields.hit_policy.as_bytes());
         field(&mut hasher, 7, &fields.block_tokens.to_le_bytes());
         field(&mut hasher, 8, &fields.salt);
-        let mut out = [0; 48];
+        let mut out = [0; 80];
         hasher.finalize_xof().fill(&mut out);
-        Self { fields: fields.clone(), plain: take16(&out), tagged: take16(&out[16..]), root: finish(&out[32..]) }
+        Self { fields: fields.clone(), plain: take(&out), tagged: take(&out[32..]), root: finish(&out[64..]) }
     }
 
     /// The same root under another tenant salt.
@@ -145,26 +194,59 @@ impl ChainHasher {
         self.fields.block_tokens as usize
     }
 
-    fn key(secret: &[u8; 16], parent: BlockHash) -> [u8; 32] {
-        let mut key = [0; 32];
-        key[..16].copy_from_slice(secret);
-        key[16..].copy_from_slice(&parent.0.to_le_bytes());
-        key
-    }
-
     /// Hash of the block `tokens` after `parent` ([`ChainHasher::root`] for a first block), with the extras that lie in it.
     /// Allocates nothing when there are no extras.
     #[inline]
     pub fn extend(&self, parent: BlockHash, tokens: &[u32], extras: &[Extra]) -> BlockHash {
-        if extras.is_empty() && tokens.len() == self.block_tokens() && tokens.len() <= STACK_TOKENS {
-            let mut message = [0; STACK_TOKENS * 4];
-            let message = &mut message[..tokens.len() * 4];
-            for (bytes, token) in message.chunks_exact_mut(4).zip(tokens) {
-                bytes.copy_from_slice(&token.to_le_bytes());
-            }
-            finish(blake3::keyed_hash(&Self::key(&self.plain, parent), message).as_bytes())
+        let plain = if extras.is_empty() && tokens.len() == self.block_tokens() {
+            with_message_bytes!(tokens.len(), N => self.extend_plain::<N>(parent, tokens), None)
         } else {
-            self.extend_streamed(parent, tokens, &mut extras.iter().collect::<Vec<_>>())
+            None
+        };
+        plain.unwrap_or_else(|| self.extend_tagged(parent, tokens, &mut extras.iter().collect::<Vec<_>>()))
+    }
+
+    #[inline]
+    fn extend_plain<const N: usize>(&self, parent: BlockHash, tokens: &[u32]) -> Option<BlockHash> {
+        let mut message = [0; N];
+        write_message(parent, tokens, &mut message)
+            .then(|| finish(blake3::keyed_hash(&self.plain, &message).as_bytes()))
+    }
+
+    /// [`ChainHasher::extend`] of blocks without extras that do not follow each other, (parent, tokens) each: their
+    /// compressions run side by side. Appends a hash for each to `out`.
+    pub fn extend_many<'a>(&self, blocks: impl Iterator<Item = (BlockHash, &'a [u32])>, out: &mut Vec<BlockHash>) {
+        with_message_bytes!(
+            self.block_tokens(),
+            N => self.extend_lanes::<N>(blocks, out),
+            out.extend(blocks.map(|(parent, tokens)| self.extend(parent, tokens, &[])))
+        );
+    }
+
+    fn extend_lanes<'a, const N: usize>(
+        &self,
+        mut blocks: impl Iterator<Item = (BlockHash, &'a [u32])>,
+        out: &mut Vec<BlockHash>,
+    ) {
+        loop {
+            let mut messages = [[0; N]; LANES];
+            let mut tagged = [None; LANES];
+            let mut n = 0;
+            for (parent, tokens) in blocks.by_ref().take(LANES) {
+                let plain = tokens.len() == self.block_tokens() && write_message(parent, tokens, &mut messages[n]);
+                tagged[n] = (!plain).then_some((parent, tokens));
+                n += 1;
+            }
+            let first = out.len();
+            hash_side_by_side(&messages, n, &self.plain, out);
+            for (hash, tagged) in out[first..].iter_mut().zip(tagged) {
+                if let Some((parent, tokens)) = tagged {
+                    *hash = self.extend_tagged(parent, tokens, &mut []);
+                }
+            }
+            if n < LANES {
+                return;
+            }
         }
     }
 
@@ -178,17 +260,14 @@ impl ChainHasher {
         let size = self.block_tokens();
         let range = index * size..(index + 1) * size;
         let mut here: Vec<_> = extras.iter().filter(|e| range.contains(&(e.position as usize))).collect();
-        if here.is_empty() { self.extend(parent, tokens, &[]) } else { self.extend_streamed(parent, tokens, &mut here) }
+        if here.is_empty() { self.extend(parent, tokens, &[]) } else { self.extend_tagged(parent, tokens, &mut here) }
     }
 
-    fn extend_streamed(&self, parent: BlockHash, tokens: &[u32], extras: &mut [&Extra]) -> BlockHash {
-        let is_plain = extras.is_empty() && tokens.len() == self.block_tokens();
-        let secret = if is_plain { &self.plain } else { &self.tagged };
-        let mut hasher = blake3::Hasher::new_keyed(&Self::key(secret, parent));
-        if !is_plain {
-            hasher.update(&(tokens.len() as u64).to_le_bytes());
-            hasher.update(&(extras.len() as u64).to_le_bytes());
-        }
+    fn extend_tagged(&self, parent: BlockHash, tokens: &[u32], extras: &mut [&Extra]) -> BlockHash {
+        let mut hasher = blake3::Hasher::new_keyed(&self.tagged);
+        hasher.update(&parent.0.to_le_bytes());
+        hasher.update(&(tokens.len() as u64).to_le_bytes());
+        hasher.update(&(extras.len() as u64).to_le_bytes());
         for token in tokens {
             hasher.update(&token.to_le_bytes());
         }

@@ -24,6 +24,7 @@ mod pool;
 mod publish;
 mod refs;
 mod reservation;
+mod side_by_side;
 mod state_slots;
 
 pub use counts::{Counts, PoolStats};

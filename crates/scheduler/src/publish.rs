@@ -7,15 +7,18 @@ use crate::scheduler::Scheduler;
 use deepinfer_kvindex::{BlockHash, Extra, Seq};
 use std::collections::VecDeque;
 
-/// Filled blocks of decoding sequences, oldest first.
+/// Filled blocks of decoding sequences, oldest first, and those being hashed side by side.
 #[derive(Default)]
 pub(crate) struct HashQueue {
     queue: VecDeque<(Seq, u32)>,
+    batch: Vec<(Seq, u32)>,
+    side_by_side: Vec<(Seq, u32)>,
+    hashes: Vec<BlockHash>,
 }
 
 impl HashQueue {
     pub fn with_capacity(n: usize) -> Self {
-        Self { queue: VecDeque::with_capacity(n) }
+        Self { queue: VecDeque::with_capacity(n), ..Self::default() }
     }
 
     #[inline]
@@ -42,28 +45,70 @@ impl Scheduler {
         let shift = self.geometry.shift;
         let mut budget = (sampled + sampled / 4) >> shift;
         budget += usize::from(((sampled + sampled / 4) & self.geometry.mask as usize) != 0);
+        let mut batch = std::mem::take(&mut self.hash_queue.batch);
+        batch.clear();
         while budget > 0
             && let Some((seq, block)) = self.hash_queue.queue.pop_front()
         {
             let Some(lane) = self.seqs.lane(seq) else { continue };
             let published = self.seqs.get(seq).map_or(u32::MAX, |c| c.published);
             if self.lanes.flushed[lane] < (block + 1) << shift || (self.prefix_caching && published <= block) {
-                self.flush_block(lane, block);
+                self.flush_through(lane, block);
+                batch.push((seq, block));
                 budget -= 1;
+            }
+        }
+        if self.prefix_caching {
+            let mut side_by_side = std::mem::take(&mut self.hash_queue.side_by_side);
+            side_by_side.clone_from(&batch);
+            self.hash_batch(&mut side_by_side);
+            self.hash_queue.side_by_side = side_by_side;
+            for &(seq, block) in &batch {
+                if let Some(lane) = self.seqs.lane(seq) {
+                    self.publish_through(lane, block + 1);
+                }
+            }
+        }
+        self.hash_queue.batch = batch;
+    }
+
+    /// Hashes blocks of different sequences at once, as far as each is the next one of its chain and nothing but tokens enters
+    /// it. Publishing hashes whatever is left.
+    fn hash_batch(&mut self, batch: &mut Vec<(Seq, u32)>) {
+        let bt = self.geometry.block_tokens as usize;
+        let Self { seqs, shared, hash_queue: HashQueue { hashes, .. }, .. } = self;
+        let hasher = shared.hasher();
+        let next = |&(seq, block): &(Seq, u32)| {
+            let cold = seqs.get(seq)?;
+            let usual = cold.hasher.is_none() && cold.extras.is_empty() && cold.hashes.len() == block as usize;
+            let tokens = cold.history.get(block as usize * bt..(block as usize + 1) * bt)?;
+            usual.then(|| (cold.hashes.last().copied().unwrap_or_else(|| hasher.root()), tokens))
+        };
+        batch.retain(|entry| next(entry).is_some());
+        hashes.clear();
+        hasher.extend_many(batch.iter().filter_map(next), hashes);
+        for (&(seq, block), &hash) in batch.iter().zip(hashes.iter()) {
+            // A block may be queued twice; the second time it is not the next one any more.
+            if let Some(cold) = seqs.get_mut(seq).filter(|cold| cold.hashes.len() == block as usize) {
+                cold.hashes.push(hash);
             }
         }
     }
 
     /// Moves the tokens of blocks up to `block` into the history, and publishes them.
     pub(crate) fn flush_block(&mut self, lane: usize, block: u32) {
-        let end = (block + 1) << self.geometry.shift;
-        let seq = self.lanes.seq[lane];
-        if let Some(cold) = self.seqs.get_mut(seq) {
-            self.kv.tables.flush(self.lanes.state[lane], &mut cold.history, end);
-            self.lanes.flushed[lane] = cold.history.len() as u32;
-        }
+        self.flush_through(lane, block);
         if self.prefix_caching {
             self.publish_through(lane, block + 1);
+        }
+    }
+
+    /// Moves the tokens of blocks up to `block` into the history.
+    fn flush_through(&mut self, lane: usize, block: u32) {
+        let end = (block + 1) << self.geometry.shift;
+        if let Some(cold) = self.seqs.get_mut(self.lanes.seq[lane]) {
+            self.kv.tables.flush(self.lanes.state[lane], &mut cold.history, end);
+            self.lanes.flushed[lane] = cold.history.len() as u32;
         }
     }
 
