@@ -3,8 +3,8 @@
     python examples/own_model.py
 
 The model here is Qwen3 whose attention looks back over at most 32 tokens in every second layer, which needs no new mathematics:
-it rewrites its configuration and lets the built-in family do the rest. A family with mathematics of its own brings four modules
-like those in `deepinfer/models/llama`.
+it rewrites its configuration and lets the built-in family do the rest. A family with mathematics of its own brings four modules:
+docs/adding-a-model.md writes one.
 """
 
 import json

@@ -9,6 +9,7 @@ from ..errors import UnsupportedConfigError
 from ..kernels.rope import RopeParameters
 
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
+"""Config fields that ``read_rope`` interprets: a family that calls it names them as known."""
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "frequency_factors"}
