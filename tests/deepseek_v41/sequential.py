@@ -27,7 +27,7 @@ from deepinfer.models.deepseek_v41.topology import DeepseekV41Topology, LayerPla
 from deepseek_v41 import arithmetic
 from deepseek_v41.parts import Parts, Run
 
-__all__ = ["Forward", "LayerOutput", "Run", "Sequential", "Shared"]
+__all__ = ["Forward", "LayerOutput", "Run", "Sequential", "Shared", "in_order"]
 
 _CHUNK = 64
 """Tokens whose scores or gathered rows are held at a time."""
@@ -53,6 +53,22 @@ class Shared:
     def copy(self) -> Shared:
         """The same tensors in dictionaries of their own."""
         return Shared(dict(self.entries), dict(self.index_keys), dict(self.selections), dict(self.scores), self.pool, dict(self.windows))
+
+    def without(self, layer: int, candidate_source: int | None) -> Shared:
+        """A copy in which ``layer`` has shared nothing yet."""
+        fewer = self.copy()
+        for values in (fewer.entries, fewer.index_keys, fewer.selections, fewer.scores, fewer.windows):
+            values.pop(layer, None)
+        if layer == candidate_source:
+            fewer.pool = None
+        return fewer
+
+
+def in_order(chosen: torch.Tensor) -> torch.Tensor:
+    """Selections of any implementation as ``Shared`` keeps them: ascending with −1 behind them, int64."""
+    last = torch.iinfo(torch.int64).max
+    rising = torch.where(chosen < 0, last, chosen.long()).sort(-1).values
+    return torch.where(rising == last, -1, rising)
 
 
 @dataclass

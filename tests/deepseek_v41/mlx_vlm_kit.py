@@ -1,0 +1,127 @@
+"""mlx-vlm's DeepSeek-V4.1 (Engram, image spans, vision tower; no drafts) with the reference's weights.
+
+The package's own ``__init__`` loads servers, audio and data sets; only the model's modules are wanted here, so the packages above
+them are put in place without running their code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+
+from deepinfer.models.deepseek_v41.topology import read_topology
+from deepseek_v41.sequential import Shared, in_order
+
+_PACKAGES = ("mlx_vlm", "mlx_vlm.models", "mlx_vlm.models.deepseek_v41")
+
+
+def module(name: str) -> Any:
+    """``mlx_vlm.models.deepseek_v41.<name>``; ``ModuleNotFoundError`` if it or something it needs is missing."""
+    if _PACKAGES[0] not in sys.modules:
+        found = importlib.util.find_spec(_PACKAGES[0])
+        if found is None or found.origin is None:
+            raise ModuleNotFoundError(f"No module named {_PACKAGES[0]!r}", name=_PACKAGES[0])
+        for package in _PACKAGES:
+            bare = ModuleType(package)
+            bare.__path__ = [str(Path(found.origin).parent.joinpath(*package.split(".")[1:]))]
+            sys.modules[package] = bare
+    return importlib.import_module(f"{_PACKAGES[-1]}.{name}")
+
+
+def to_torch(array: Any) -> torch.Tensor:
+    """The first (only) sequence of a batch."""
+    return torch.from_numpy(np.array(array))[0]
+
+
+@contextmanager
+def roundings(on: bool) -> Iterator[None]:
+    """Roundings of caches and of activations, both or neither."""
+    quantisers = module("fakequant")
+    before = quantisers.DISABLE
+    quantisers.DISABLE = not on
+    try:
+        yield
+    finally:
+        quantisers.DISABLE = before
+
+
+class Oracle:
+    """The language model and the vision tower; ``token_map`` gives compressed ids for Engram."""
+
+    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], token_map: Sequence[int]) -> None:
+        self.topology = read_topology(config)
+        self.config = module("config").ModelConfig.from_dict(dict(config))
+        self.model = module("deepseek_v41").Model(self.config)
+        named = self.model.sanitize({name: mx.array(value.numpy()) for name, value in weights.items()})
+        self.model.load_weights(list(named.items()), strict=True)
+        self.text = self.model.language_model
+        self.text.engram_hash = module("engram").NgramHashState(self.config, self.text.layout, token_map=list(token_map))
+
+    def hashes(self, ids: torch.Tensor, image: torch.Tensor | None = None, chunks: Sequence[int] | None = None) -> torch.Tensor:
+        """Table rows ``[T, tables, columns]`` of ids ``[T]``."""
+        state, parts, start = self.text.make_cache()[0], [], 0
+        for length in chunks or [len(ids)]:
+            part = slice(start, start + length)
+            mask = None if image is None else mx.array(~image[part].numpy())[None]
+            parts.append(to_torch(self.text.engram_hash(mx.array(ids[part].numpy())[None], start, state, token_mask=mask)))
+            start += length
+        return torch.cat(parts)
+
+    def engram(self, layer: int, streams: torch.Tensor, rows: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        """Streams ``[T, n, d]`` with the gated value of table rows ``[T, columns]`` added."""
+        mask = None if image is None else mx.array(~image.numpy())[None]
+        return to_torch(self.text.layers[layer].engram(mx.array(streams.numpy())[None], mx.array(rows.numpy())[None], mask))
+
+    def layer(
+        self, index: int, streams: torch.Tensor, pre: torch.Tensor, image: torch.Tensor, state: Any, shared: Shared
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer behind its Engram part on a whole sequence, and in ``shared`` what it shares.
+
+        ``state`` (of ``make_cache``) hands values from layer to layer.
+        """
+        block, topology = self.text.layers[index], self.topology
+        real, seen = block.attn._window_part, []
+
+        def window(*given: Any) -> Any:
+            seen.append(real(*given))
+            return seen[-1]
+
+        block.attn._window_part = window
+        out = block(mx.array(streams.numpy())[None], mx.array(pre.numpy())[None], mx.array(image.numpy())[None], state)
+        block.attn._window_part = real
+        shared.windows[index] = to_torch(seen[0][0])
+        if index in topology.shared.kv_sources:
+            shared.entries[index], shared.index_keys[index] = to_torch(state.compress_kv), to_torch(state.index_k)
+        if index in topology.shared.index_sources:
+            shared.selections[index] = in_order(to_torch(state.topk_idxs))
+        if index == topology.shared.candidate_source:
+            # a flag per entry; a block's are all equal
+            shared.pool = to_torch(state.candidates)[:, :: topology.attention.candidate_block]
+        return to_torch(out[0]), to_torch(out[1])
+
+    def logits(self, ids: torch.Tensor, span_rows: torch.Tensor | None = None, chunks: Sequence[int] | None = None) -> torch.Tensor:
+        """Logits ``[T, vocab]``; image spans are the tokens with the configuration's id, their embeddings ``span_rows``."""
+        given = mx.array(ids.numpy())[None]
+        embedded = self.text.embed_tokens(given)
+        if span_rows is not None:
+            embedded[0, mx.array((ids == self.config.image_token_id).nonzero()[:, 0].numpy())] = mx.array(span_rows.numpy())
+        cache, parts, start = self.text.make_cache(), [], 0
+        for length in chunks or [len(ids)]:
+            part = slice(start, start + length)
+            parts.append(to_torch(self.text(given[:, part], inputs_embeds=embedded[:, part], cache=cache).logits))
+            start += length
+        return torch.cat(parts)
+
+    def image_rows(self, patches: torch.Tensor, high: int, wide: int) -> torch.Tensor:
+        """Rows ``[ceil(high / merge) ceil(wide / merge), d]`` of patches ``[high wide, values]``."""
+        return torch.from_numpy(np.array(self.model.encode_image(mx.array(patches.numpy()), high, wide)))
