@@ -82,6 +82,24 @@ class Oracle:
         mask = None if image is None else mx.array(~image.numpy())[None]
         return to_torch(self.text.layers[layer].engram(mx.array(streams.numpy())[None], mx.array(rows.numpy())[None], mask))
 
+    def engram_gates(
+        self, layer: int, streams: torch.Tensor, rows: torch.Tensor, image: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gates ``[T, n]`` (of dead tokens too, whose value is not added) and what ``engram`` gives."""
+        functions, seen = module("engram"), []
+        real = functions._engram_apply_gate
+
+        def watch(x: Any, value: Any, gate: Any, mask: Any = None) -> Any:
+            seen.append(gate)
+            return real(x, value, gate, mask)
+
+        functions._engram_apply_gate = watch
+        try:
+            added = self.engram(layer, streams, rows, image)
+        finally:
+            functions._engram_apply_gate = real
+        return to_torch(seen[0]), added
+
     def layer(
         self, index: int, streams: torch.Tensor, pre: torch.Tensor, image: torch.Tensor, state: Any, shared: Shared
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,8 +72,8 @@ def full_width(experts: int = 16, vocab: int = 2048) -> DeepseekV41Topology:
     return read_topology(full_width_config(experts, vocab))
 
 
-def _bell(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """About normal, mean 0, deviation 1: sums of four bytes of a generator whose stream is frozen."""
+def bell(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """About normal float32 numbers, mean 0, deviation 1: sums of four bytes of a generator whose stream is frozen."""
     count = prod(shape)
     raw = np.random.RandomState([seed, zlib.crc32(name.encode())]).bytes(4 * count)
     total = np.frombuffer(raw, np.uint8).reshape(4, count).sum(0, dtype=np.int16) - 510
@@ -101,7 +101,7 @@ _GAIN: tuple[tuple[str, float], ...] = (
 
 
 def _made(spec: ParameterSpec, seed: int) -> torch.Tensor:
-    values = _bell(seed, spec.name, spec.shape)
+    values = bell(seed, spec.name, spec.shape)
     for pattern, mean, deviation in _SPREAD:
         if re.search(pattern, spec.name):
             return mean + deviation * values

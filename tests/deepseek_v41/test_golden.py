@@ -1,0 +1,76 @@
+"""The reference against numbers of mlx-lm and mlx-vlm that are kept here, so that they need not be installed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from deepseek_v41 import arithmetic, golden
+from deepseek_v41.sequential import Forward, Run, Sequential
+from deepseek_v41.weights_kit import bell, plan
+
+TOLERANCE = 2e-5
+"""Where both libraries run on one machine they are within 1e-5; sums are ordered differently on another one."""
+
+
+@cache
+def numbers() -> dict[str, torch.Tensor]:
+    with np.load(golden.FILE) as file:
+        return {name: torch.from_numpy(file[name]) for name in file.files}
+
+
+@cache
+def text() -> tuple[Sequential, Forward]:
+    model = Sequential(plan("tiny", engram_layer_ids=[]), golden.weights(False), Run(caches=False))
+    return model, model.forward(golden.text_ids())
+
+
+@cache
+def engram() -> Sequential:
+    return Sequential(plan("tiny"), golden.weights(True), Run(caches=False), golden.SHUFFLED)
+
+
+def test_they_were_made_from_these_weights() -> None:
+    assert int(numbers()["checksum"]) == golden.checksum(), "weights or prompts have changed: run `python -m deepseek_v41.make_golden`"
+    assert golden.FILE.stat().st_size < 200 * 1024
+
+
+@pytest.mark.parametrize("depth", golden.DEPTHS)
+def test_logits_by_depth(depth: int) -> None:
+    model, seen = text()
+    wanted = numbers()["mlx_lm.logits"][golden.DEPTHS.index(depth)]
+    ours = model.head(*seen.inputs[depth])[list(golden.POSITIONS)][:, golden.COLUMNS]
+    assert float((ours - wanted).abs().max()) <= TOLERANCE
+
+
+def test_logits_of_a_chunked_prompt() -> None:
+    ours = text()[1].logits[list(golden.POSITIONS)][:, golden.COLUMNS]
+    assert float((ours - numbers()["mlx_lm.logits_in_chunks"]).abs().max()) <= TOLERANCE
+
+
+def test_roundings() -> None:
+    rows, wanted = golden.rows_to_round(), numbers()
+    assert torch.equal(arithmetic.round_fp8(rows), wanted["mlx_lm.rounded_window"])
+    assert torch.equal(arithmetic.round_fp4(rows), wanted["mlx_lm.rounded_entries"])
+    assert torch.equal(arithmetic.round_mxfp4(rows), wanted["mlx_lm.rounded_index"])
+
+
+def test_engram() -> None:
+    ids, image, _ = golden.picture()
+    streams = bell(golden.SEED, "streams", (golden.LENGTH, 4, 256))
+    for table, layer in enumerate((1, 3)):
+        rows = engram().engram_rows(table, ids, image)
+        assert torch.equal(rows[~image], numbers()["mlx_vlm.rows"][~image, table].long()) and (rows[image] == -1).all()
+        added, gates = engram().engram_gate(streams, layer, rows)
+        assert float((gates - numbers()[f"mlx_vlm.gates_{layer}"])[~image].abs().max()) <= 2e-6
+        kept = added[list(golden.POSITIONS)][:, :, golden.COLUMNS]
+        assert float((kept - numbers()[f"mlx_vlm.streams_{layer}"]).abs().max()) <= TOLERANCE
+
+
+def test_logits_with_engram_and_images() -> None:
+    ids, image, span_rows = golden.picture()
+    ours = engram().forward(ids, image=image, span_rows=span_rows).logits[list(golden.POSITIONS)][:, golden.COLUMNS]
+    assert float((ours - numbers()["mlx_vlm.logits"]).abs().max()) <= TOLERANCE
