@@ -10,11 +10,20 @@ Sums over streams are additions of whole tensors: their order is the same for an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..activations import sigmoid
 from ..linear import PackedLinear
-from ..paged_attention import tree_sum
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of the tensors, in a fixed tree."""
+    while len(parts) > 1:
+        pairs = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs if len(parts) % 2 == 0 else [*pairs, parts[-1]]
+    return parts[0]
 
 
 def mix_coefficients(
@@ -35,11 +44,12 @@ def mix_coefficients(
     post = sigmoid(parts[streams : 2 * streams] * scale[1] + shift[streams : 2 * streams]).mul_(2.0)
     comb = (parts[2 * streams :] * scale[2] + shift[2 * streams :]).view(streams, streams, rows)
     comb = comb.sub_(comb.amax(1, keepdim=True)).exp_()
-    comb.div_(tree_sum(comb, 1).unsqueeze(1)).add_(mix_eps)
-    comb.div_(tree_sum(comb, 0).add_(mix_eps))
+    sources, targets = comb.unbind(0), comb.unbind(1)  # views: they follow the divisions below
+    comb.div_(_sum(targets).unsqueeze(1)).add_(mix_eps)
+    comb.div_(_sum(sources).add_(mix_eps))
     for _ in range(iterations - 1):
-        comb.div_(tree_sum(comb, 1).add_(mix_eps).unsqueeze(1))
-        comb.div_(tree_sum(comb, 0).add_(mix_eps))
+        comb.div_(_sum(targets).add_(mix_eps).unsqueeze(1))
+        comb.div_(_sum(sources).add_(mix_eps))
     return pre.t().contiguous(), post.t().contiguous(), comb.permute(2, 0, 1).contiguous()
 
 

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from deepinfer.kernels.cache_rows import StepRows
 from deepinfer.kernels.compressor import compress
 from deepinfer.kernels.window_rows import WindowPlan
 from ragged_kit import Work, schedules
@@ -80,14 +79,3 @@ def test_drafts_taken_back_across_a_border_change_nothing(device: str) -> None:
             out = compress(rows[:, 0], rows[:, 1], WindowPlan(Work(((0, at, at + 6),)).rows((2,), device), 2, PLACES), pending)
             assert torch.equal(out[:accepted], alone[at : at + accepted])
             at += accepted
-
-
-def test_no_value_is_read_by_the_host() -> None:
-    """A meta tensor has no values: whatever asks for one fails."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    plan = WindowPlan(StepRows(meta(9), meta(9), meta(4), meta(3)), 2, PLACES)
-    numbers = meta(9, WIDTH, dtype=torch.float32)
-    assert compress(numbers, numbers, plan, meta(5, PLACES, 2, WIDTH, dtype=torch.float32)).shape == (9, WIDTH)

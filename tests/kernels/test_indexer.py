@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepinfer.kernels.block_formats import MXFP4_ROWS
-from deepinfer.kernels.cache_rows import PagedRows, RowKind, StepRows
+from deepinfer.kernels.cache_rows import RowKind
 from deepinfer.kernels.indexer import candidate_blocks, index_scores, select_entries, select_top
 from deepinfer.kernels.top_k import top_k
 from ragged_kit import Pages, Work, schedules
@@ -51,7 +51,7 @@ def test_equal_numbers_go_by_their_place(device: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_scores_and_selections_do_not_depend_on_cuts_mates_and_pages(name: str, ratio: int, device: str) -> None:
     """Values against float64 loops once, then bits of every way to run them against the first."""
-    kind, lengths, k, block, keep = KINDS[name], [150, 9, 70], 6, 4, 5
+    kind, lengths, k, block, keep = KINDS[name], [90, 9, 41], 6, 4, 5
     rounded = RowKind(WIDTH, kind.form, False, torch.float32)
     q = [rounded.store(random_rows(n, HEADS, WIDTH, seed=n)).to(device) for n in lengths]
     w = [random_rows(n, HEADS, seed=n + 1).to(device) for n in lengths]
@@ -123,19 +123,3 @@ def test_few_entries_are_all_selected_without_scores(device: str) -> None:
     slow, _ = select_entries(q, w, pages.of([0]), step, 1, 26, 24, 4, blocks=torch.nn.functional.pad(some, (0, 2)))
     fast, _ = select_entries(q, w, pages.of([0]), step, 1, 20, 24, 4, blocks=some)
     assert torch.equal(slow, fast) and fast[19].tolist() == [0, 1, 2, 3, *range(8, 20)] + [-1] * 8
-
-
-def test_no_value_is_read_by_the_host() -> None:
-    """A meta tensor has no values: whatever asks for one fails."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    kind = KINDS["packed"]
-    keys = PagedRows(meta(9, 8, *kind.shape, dtype=torch.uint8), meta(2, 40, dtype=torch.int32), kind)
-    for rows in (2, 40):
-        step = StepRows(meta(rows), meta(rows), meta(3), meta(2))
-        q, w = meta(rows, HEADS, WIDTH, dtype=torch.float32), meta(rows, HEADS, dtype=torch.float32)
-        selected, pool = select_entries(q, w, keys, step, 2, 300, 8, 4, 6)
-        assert selected.shape == (rows, 8) and pool is not None and pool.shape == (rows, 75)
-        assert select_entries(q, w, keys, step, 2, 300, 8, 4, blocks=pool)[0].shape == (rows, 8)

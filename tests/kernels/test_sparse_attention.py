@@ -49,7 +49,7 @@ def plainly(q: torch.Tensor, rows: torch.Tensor, sink: torch.Tensor, scale: floa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("storage", ["plain", "packed"])
 def test_rows_do_not_depend_on_cuts_mates_and_pages(storage: str, dtype: torch.dtype, device: str) -> None:
-    lengths, ratio, scale = [70, 5, 33], 2, WIDTH**-0.5
+    lengths, ratio, scale = [50, 5, 21], 2, WIDTH**-0.5
     window_kind, entry_kind = kinds(storage)
     q = [random_rows(n, HEADS, WIDTH, seed=n).to(device=device, dtype=dtype) for n in lengths]
     own = [window_kind.store(random_rows(n, WIDTH, seed=n + 1).to(device)) for n in lengths]
@@ -66,7 +66,7 @@ def test_rows_do_not_depend_on_cuts_mates_and_pages(storage: str, dtype: torch.d
             step = work.rows(STATE, device)
             layer = WindowRows(WindowPlan(step, WINDOW, RING), ring, work.take(own), window_kind)
             paged = pages.of([sequence for sequence, _, _ in work.spans])
-            out = two_source_attention(work.take(q), layer, paged, work.take(picks).clamp_max(34), sink, scale)
+            out = two_source_attention(work.take(q), layer, paged, work.take(picks), sink, scale)
             layer.store()
             row = 0
             for sequence, first, end in work.spans:
@@ -132,18 +132,3 @@ def test_draft_rows_see_the_ring_and_their_whole_block(device: str) -> None:
         seen = stored[sequence, max(0, last[sequence] - WINDOW + 1) : last[sequence] + 1].float()
         exact = plainly(q[row].cpu(), torch.cat((seen, kind.store(block)[sequence].float())).cpu(), sink.cpu(), 0.25)
         torch.testing.assert_close(out[row].double().cpu(), exact, rtol=1e-4, atol=1e-5)
-
-
-def test_no_value_is_read_by_the_host() -> None:
-    """A meta tensor has no values: whatever asks for one fails."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    window_kind, entry_kind = kinds("packed")
-    step = StepRows(meta(9), meta(9), meta(4), meta(3))
-    rings = meta(5, RING, *window_kind.shape, dtype=torch.uint8), meta(9, *window_kind.shape, dtype=torch.uint8)
-    window = WindowRows(WindowPlan(step, WINDOW, RING), *rings, window_kind)
-    entries = PagedRows(meta(7, 4, *entry_kind.shape, dtype=torch.uint8), meta(3, 6, dtype=torch.int32), entry_kind)
-    q, sink = meta(9, HEADS, WIDTH, dtype=torch.float32), meta(HEADS, dtype=torch.float32)
-    assert two_source_attention(q, window, entries, meta(9, PICKS, dtype=torch.int32), sink, 0.1).shape == q.shape

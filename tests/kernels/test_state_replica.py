@@ -103,12 +103,3 @@ def test_short_boundaries_and_short_rings(device: str) -> None:
     narrow = torch.zeros(2, 13, 1, device=device)
     with pytest.raises(ValueError, match="a ring of 13 places cannot keep 8 rows while 6 newer ones are written"):
         save_replica([ReplicaRing(narrow, narrow.clone(), 8)], one, one, one, 4, 6)
-
-
-def test_no_value_is_read_by_the_host() -> None:
-    """A meta tensor has no values: whatever asks for one fails."""
-    ring = torch.empty(5, RING, 4, device="meta")
-    lengths = torch.empty(3, dtype=torch.int32, device="meta")
-    save_replica(
-        [ReplicaRing(ring, torch.empty_like(ring), WINDOW)], torch.empty(3, dtype=torch.int64, device="meta"), lengths, lengths, CUT, REACH
-    )

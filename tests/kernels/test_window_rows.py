@@ -144,21 +144,3 @@ def test_a_ring_that_is_too_short_is_refused() -> None:
         WindowPlan(step, 8, 6)
     with pytest.raises(ValueError, match="8 rows before a step"):
         WindowPlan(step, 8, 7, own=False)
-
-
-def test_no_value_is_read_by_the_host() -> None:
-    """A meta tensor has no values: whatever asks for one fails."""
-    kind = KINDS["packed"]
-
-    def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    step = StepRows(meta(9), meta(9), meta(4), meta(3))
-    layer = WindowRows(
-        WindowPlan(step, WINDOW, RING, meta(9)),
-        meta(5, RING, *kind.shape, dtype=torch.uint8),
-        meta(9, *kind.shape, dtype=torch.uint8),
-        kind,
-    )
-    assert layer.gather(2, 7)[0].shape == (5, WINDOW, WIDTH)
-    layer.store()
