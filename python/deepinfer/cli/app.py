@@ -16,6 +16,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "batch": "answer a JSONL file of OpenAI batch requests",
     "bench": "measure this machine: throughput, latency, or the scheduler alone",
+    "plan": "show how large a model is and what fits a machine, without its weights",
     "make-checkpoint": "write a random DeepSeek-V4.1 checkpoint in the released format",
     "doctor": "show the hardware, the libraries, the optional parts and the environment switches",
 }

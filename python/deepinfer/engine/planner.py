@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.errors import CapacityError
 from deepinfer.models import ResolvedModel, resolve_architecture
 from deepinfer.models.base import PagedGroup, StateGroup
+from deepinfer.models.sizes import resident_bytes
 from deepinfer.worker.kv_cache import state_bytes
 
 
@@ -106,8 +106,12 @@ def kv_budget(run: RunConfig, vocab_size: int) -> int:
     free = p.memory_available()
     if p.name == "cpu":
         return int(run.kv_memory_fraction * free)
-    scratch = 6 * run.max_num_seqs * vocab_size * 4 + (256 << 20)  # sampling works on a few copies of the logits
-    return int(run.kv_memory_fraction * p.memory_total()) - (p.memory_total() - free) - scratch
+    return int(run.kv_memory_fraction * p.memory_total()) - (p.memory_total() - free) - sampling_scratch(run.max_num_seqs, vocab_size)
+
+
+def sampling_scratch(max_num_seqs: int, vocab_size: int) -> int:
+    """Bytes a GPU is left for sampling, which works on a few copies of the logits."""
+    return 6 * max_num_seqs * vocab_size * 4 + (256 << 20)
 
 
 def report(run: RunConfig, plan: KvPlan, name: str, weight_bytes: int) -> str:
@@ -123,13 +127,13 @@ def report(run: RunConfig, plan: KvPlan, name: str, weight_bytes: int) -> str:
 
 
 def weight_bytes(resolved: ResolvedModel, dtype: torch.dtype) -> int:
-    """Bytes of a model's parameters in the run dtype, from its configuration alone: nothing is allocated or read.
+    """Bytes of a model's parameters run in ``dtype``, from its configuration alone: nothing is allocated or read.
 
     Raises:
         UnsupportedModelError, UnsupportedConfigError: as loading it would.
     """
     empty = resolve_architecture(resolved.architecture).from_config(resolved.config, dtype, torch.device("meta"))
-    return sum(math.prod(shape) for shape in empty.parameter_shapes().values()) * dtype.itemsize
+    return resident_bytes(empty)
 
 
 def check_weights(run: RunConfig, weight_bytes: int) -> None:

@@ -223,9 +223,9 @@ class _Places:
         return whole
 
     def _split(self, prefix: str, names: Sequence[str], rows: int, whole: torch.Tensor, ending: str) -> None:
-        for expert, of_expert in enumerate(whole.unbind()):
-            for name, part in zip(names, of_expert.split(rows), strict=True):
-                self.by_name[f"{prefix}{expert}.{name}.{ending}"] = part
+        for name, part in zip(names, whole.split(rows, 1), strict=True):
+            for expert, of_expert in enumerate(part.unbind()):
+                self.by_name[f"{prefix}{expert}.{name}.{ending}"] = of_expert
 
 
 class DeepseekV41Parameters:

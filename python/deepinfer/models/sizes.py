@@ -1,0 +1,93 @@
+"""How large a model is, from its configuration alone: parameters, bytes of weights, KV groups. Nothing is allocated or read.
+
+Owns: the counts and which family counts in a way of its own. Never touches: what a machine holds (``engine.fit``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from .base import Fillable, PagedGroup, StateGroup
+from .registry import architecture_of, resolve_architecture
+
+_OWN: dict[str, str] = {"DeepseekV41ForCausalLM": "deepinfer.models.deepseek_v41.sizes:read_sizes"}
+"""Architecture → function for families with parts that are stored in different forms or stay in their files."""
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """One part of a model as its checkpoint stores it."""
+
+    name: str
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model.
+
+    ``weight_bytes``: form of the weights in memory → bytes, the one to be expected first. ``table_bytes``: what stays in files or
+    host memory. ``groups``: KV as the model declares it.
+    """
+
+    architecture: str
+    parts: tuple[PartSize, ...]
+    weight_bytes: Mapping[str, int]
+    table_bytes: int
+    paged: tuple[PagedGroup, ...]
+    state: tuple[StateGroup, ...]
+    vocab: int
+    max_position: int
+
+    @property
+    def parameters(self) -> int:
+        """Of all parts."""
+        return sum(part.parameters for part in self.parts)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a KV block."""
+        return self.paged[0].page_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block over all paged groups."""
+        return sum(self.block_tokens // group.page_tokens * group.page_bytes for group in self.paged)
+
+
+def resident_bytes(model: Fillable) -> int:
+    """Bytes of the parameters that loading fills."""
+    return sum(model.parameter(name).nbytes for name in model.parameter_shapes())
+
+
+def read_sizes(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16, block_tokens: int = 64) -> ModelSizes:
+    """Sizes of the model that ``config`` describes, run in ``dtype`` with KV blocks of ``block_tokens`` (unless the family fixes them).
+
+    Raises ``UnsupportedModelError``, ``UnsupportedConfigError`` or ``UnsupportedFormatError`` as loading it would.
+    """
+    architecture = architecture_of(config)
+    if architecture in _OWN:
+        module, _, name = _OWN[architecture].partition(":")
+        own: Callable[[Mapping[str, Any], torch.dtype], ModelSizes] = getattr(importlib.import_module(module), name)
+        return own(config, dtype)
+    family = resolve_architecture(architecture)
+    model = family.from_config(config, dtype, torch.device("meta"))
+    paged, state = model.kv_groups(block_tokens)
+    parameters, nbytes = sum(map(prod, model.parameter_shapes().values())), resident_bytes(model)
+    return ModelSizes(
+        architecture=architecture,
+        parts=(PartSize("weights", parameters, nbytes),),
+        weight_bytes={str(dtype).removeprefix("torch."): nbytes},
+        table_bytes=0,
+        paged=tuple(paged),
+        state=tuple(state),
+        vocab=model.vocab_size,
+        max_position=family.position_limit(config),
+    )
