@@ -85,6 +85,7 @@ def test_attention_over_caches(packed: bool, rows: int, guard: None) -> None:
 @pytest.mark.parametrize("rows", [3, 40])
 def test_the_rest_of_a_layer(rows: int, guard: None) -> None:
     fn, gate, bank = pack_linear(real(24, 128)), pack_linear(real(8, 32)), pack_experts(real(8, 32, 32), real(8, 32, 16))
+    many = pack_experts(real(40, 32, 32), real(40, 32, 16))
     with forbid_device_sync():
         x = real(rows, 4, 32, dtype=torch.bfloat16)
         pre, post, comb = mix_coefficients(x, fn, real(24), real(3), 1e-20, 20, 1e-6)
@@ -92,6 +93,7 @@ def test_the_rest_of_a_layer(rows: int, guard: None) -> None:
         ids, weights = route(u, gate, real(8), 2, True, 1.5)
         y = expert_mlp(u, ids, weights, bank, 10.0, physical=[7, 6, 5, 4, 3, 2, 1, 0], form=None)
         y += bank(u, *softmax_top_k(real(rows, 8), 2))
+        y += expert_mlp(u, ids, weights, many, physical=list(range(40)))
         grown = engram_gate(expand(y, x, post, comb), real(rows, 160), real(4, 32), real(4, 32), 1e-20, whole(rows, dtype=torch.bool))
     assert grown.shape == x.shape
 

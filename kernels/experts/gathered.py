@@ -1,0 +1,68 @@
+"""Many experts: only what was chosen is computed, and only weights of chosen experts are read.
+
+Pairs of row and expert are sorted by expert on the device and cut into tiles of a fixed number of rows with one expert each. How
+many tiles there may be follows from the sizes; those beyond the needed ones are empty. Every tile is one product of a fixed shape
+with the weights of its expert, so a row's bits depend neither on its mates nor on where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from ..paged_attention import row_quantum
+
+
+def _bytes_at_once(device: torch.device) -> int:
+    """Bytes of gathered weights held at once."""
+    return 64 << 20 if device.type == "cpu" else 4 << 30
+
+
+def _tiles(place: torch.Tensor, experts: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``place`` int64 ``[P]`` of each pair → pairs of every tile int64 ``[m, size]`` (``P`` where there is none) and its place ``[m]``."""
+    pairs, device = place.shape[0], place.device
+    order = place.argsort(stable=True)
+    count = torch.zeros(experts, dtype=torch.int64, device=device).scatter_add_(0, place, torch.ones_like(place))
+    end = count.cumsum(0)
+    tiles = (count + (size - 1)) // size
+    last = tiles.cumsum(0)
+    number = torch.arange(min(pairs, pairs // size + experts), device=device)
+    owner = torch.searchsorted(last, number, right=True).clamp_max(experts - 1)
+    local = number - (last - tiles).index_select(0, owner)
+    member = ((end - count).index_select(0, owner) + local * size)[:, None] + torch.arange(size, device=device)
+    real = member < end.index_select(0, owner)[:, None]
+    return torch.where(real, order.index_select(0, member.clamp(0, pairs - 1).flatten()).view(member.shape), pairs), owner
+
+
+def gathered_mlp(
+    u: torch.Tensor,
+    place: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    inner: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
+) -> torch.Tensor:
+    """What each chosen expert gives: float32 ``[T, k, d]``.
+
+    ``u`` ``[T, d]``, ``place`` int64 ``[T, k]``, ``weights`` float32 ``[T, k]``; ``gate_up`` ``[P, 2 m, d]`` and ``down``
+    ``[P, d, m]`` are the experts by place. ``inner`` makes of the first product ``[..., 2 m]`` and weights ``[..., 1]`` the rows ``[..., m]`` of the second
+    product and what to multiply its answer by, or None.
+    """
+    chosen = place.shape[1]
+    size = row_quantum(u.device)
+    tiles, owner = _tiles(place.flatten(), gate_up.shape[0], size)
+    pairs = place.numel()
+    out = torch.zeros(pairs + 1, u.shape[1], dtype=torch.float32, device=u.device)  # the last row takes what tiles lack
+    given = F.pad(weights.flatten(), (0, 1))
+    at_once = max(1, _bytes_at_once(u.device) // ((gate_up[0].numel() + down[0].numel()) * gate_up.element_size()))
+    for first in range(0, tiles.shape[0], at_once):
+        tile, expert = tiles[first : first + at_once], owner[first : first + at_once]
+        pair = tile.flatten()
+        rows = u.index_select(0, (pair // chosen).clamp_max(u.shape[0] - 1)).unflatten(0, tile.shape)
+        weight = given.index_select(0, pair).unflatten(0, tile.shape).unsqueeze(-1)
+        row, factor = inner(torch.bmm(rows, gate_up.index_select(0, expert).transpose(1, 2)), weight)
+        made = torch.bmm(row, down.index_select(0, expert).transpose(1, 2)).float()
+        out.index_copy_(0, pair, (made if factor is None else made * factor).flatten(0, 1))
+    return out[:pairs].unflatten(0, place.shape)
