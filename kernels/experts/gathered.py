@@ -47,8 +47,8 @@ def gathered_mlp(
     """What each chosen expert gives: float32 ``[T, k, d]``.
 
     ``u`` ``[T, d]``, ``place`` int64 ``[T, k]``, ``weights`` float32 ``[T, k]``; ``gate_up`` ``[P, 2 m, d]`` and ``down``
-    ``[P, d, m]`` are the experts by place. ``inner`` makes of the first product ``[..., 2 m]`` and weights ``[..., 1]`` the rows ``[..., m]`` of the second
-    product and what to multiply its answer by, or None.
+    ``[P, d, m]`` are the experts by place. ``inner`` makes of the first product ``[..., 2 m]`` and weights
+    ``[..., 1]`` the rows ``[..., m]`` of the second product and what to multiply its answer by, or None.
     """
     chosen = place.shape[1]
     size = row_quantum(u.device)
