@@ -5,8 +5,10 @@ Needs what `make oracle` installs. What is computed, from which seeds, is in ``g
 
 from __future__ import annotations
 
+import mlx.core as mx
 import numpy as np
 import torch
+from mlx_lm.models import deepseek_v41 as mlx_lm
 
 from deepseek_v41 import golden, mlx_lm_kit, mlx_vlm_kit
 from deepseek_v41.weights_kit import bell, config
@@ -19,11 +21,11 @@ def _text() -> dict[str, torch.Tensor]:
     oracle.run(golden.text_ids())
     by_depth = torch.stack([oracle.logits_at(depth)[at][:, columns] for depth in golden.DEPTHS])
     chunked, _ = oracle.run(golden.text_ids(), golden.CHUNKS)
-    rows = mlx_lm_kit.mx.array(golden.rows_to_round().numpy())
+    rows = mx.array(golden.rows_to_round().numpy())
     roundings = {
-        "window": mlx_lm_kit.theirs._fake_quant_fp8(rows),
-        "entries": mlx_lm_kit.theirs._fake_quant_fp4(rows, block_size=16, e4m3_scale=True),
-        "index": mlx_lm_kit.theirs._fake_quant_fp4(rows, block_size=32),
+        "window": mlx_lm._fake_quant_fp8(rows),
+        "entries": mlx_lm._fake_quant_fp4(rows, block_size=16, e4m3_scale=True),
+        "index": mlx_lm._fake_quant_fp4(rows, block_size=32),
     }
     rounded = {f"mlx_lm.rounded_{name}": torch.from_numpy(np.array(value)) for name, value in roundings.items()}
     return {"mlx_lm.logits": by_depth, "mlx_lm.logits_in_chunks": chunked[at][:, columns], **rounded}
@@ -47,7 +49,8 @@ def _engram() -> dict[str, torch.Tensor]:
 def main() -> None:
     """Writes the file."""
     arrays = {name: value.numpy() for name, value in {**_text(), **_engram()}.items()}
-    np.savez_compressed(golden.FILE, checksum=np.array(golden.checksum()), **arrays)
+    arrays["checksum"] = np.array(golden.checksum())
+    np.savez_compressed(golden.FILE, **arrays)  # type: ignore[arg-type]
     print(f"{golden.FILE}: {golden.FILE.stat().st_size / 1024:.0f} KiB")
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from deepinfer.kernels.rope import RopeParameters
-from deepinfer.models.deepseek_v41.topology import DeepseekV41Topology
+from deepinfer.models.deepseek_v41.topology import AttentionSizes, MoeSizes
 from deepseek_v41 import arithmetic
 
 
@@ -28,10 +29,34 @@ class Run:
     dtype: torch.dtype = torch.float32
 
 
+class Sizes(Protocol):
+    """What is read here of a topology."""
+
+    @property
+    def eps(self) -> float:
+        """Added to the mean square in every norm."""
+
+    @property
+    def mix_eps(self) -> float:
+        """Added to mixes and to the sums that divide them."""
+
+    @property
+    def sinkhorn_iterations(self) -> int:
+        """Divisions by column sums."""
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """Widths of attention and indexer."""
+
+    @property
+    def moe(self) -> MoeSizes:
+        """Experts of a layer."""
+
+
 class Parts:
     """Weights under checkpoint names (float32, logical shapes ``[out, in]``) and what is computed with one layer's."""
 
-    def __init__(self, topology: DeepseekV41Topology, weights: Mapping[str, torch.Tensor], run: Run) -> None:
+    def __init__(self, topology: Sizes, weights: Mapping[str, torch.Tensor], run: Run) -> None:
         self.topology, self.weights, self.run = topology, weights, run
 
     def _rounded(self, x: torch.Tensor, block: int, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -88,19 +113,26 @@ class Parts:
         low = [arithmetic.product(grouped[:, g], down[g], self.run.dtype) for g in range(sizes.o_groups)]
         return self.linear(torch.cat(low, -1), f"{prefix}attn.wo_b")
 
+    def scores(self, u: torch.Tensor, prefix: str) -> torch.Tensor:
+        """What experts are chosen and weighed by, float32 ``[R, experts]``."""
+        logits = u.float() @ self.weights[f"{prefix}ffn.gate.weight"].to(self.run.dtype).float().T
+        return F.softplus(logits / self.topology.moe.temperature).sqrt()
+
+    def expert_weights(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Weights ``[R, chosen]`` of the experts ``ids``."""
+        moe, weights = self.topology.moe, scores.gather(1, ids)
+        if moe.normalise and ids.shape[1] > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * moe.scale
+
     def route(self, u: torch.Tensor, prefix: str, chosen: int, image: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts ``[R, chosen]`` (best first) and their weights; ``image`` rows are routed by the bias of their own."""
-        moe, gate = self.topology.moe, f"{prefix}ffn.gate"
-        logits = u.float() @ self.weights[f"{gate}.weight"].to(self.run.dtype).float().T
-        scores = F.softplus(logits / moe.temperature).sqrt()
-        bias = self.weights[f"{gate}.bias"].float().expand_as(scores)
+        scores = self.scores(u, prefix)
+        bias = self.weights[f"{prefix}ffn.gate.bias"].float().expand_as(scores)
         if image is not None:
-            bias = torch.where(image[:, None], self.weights[f"{gate}.bias_vl"].float(), bias)
+            bias = torch.where(image[:, None], self.weights[f"{prefix}ffn.gate.bias_vl"].float(), bias)
         ids = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
-        weights = scores.gather(1, ids)
-        if moe.normalise and chosen > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return ids, weights * moe.scale
+        return ids, self.expert_weights(scores, ids)
 
     def _expert(self, u: torch.Tensor, name: str, weight: torch.Tensor | None) -> torch.Tensor:
         inner = arithmetic.swiglu(self.linear(u, f"{name}.w1"), self.linear(u, f"{name}.w3"), self.topology.moe.limit)
@@ -108,12 +140,16 @@ class Parts:
             inner = inner * weight[:, None]
         return self.linear(inner.to(self.run.dtype), f"{name}.w2").float()
 
-    def moe(self, u: torch.Tensor, prefix: str, chosen: int, image: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of the chosen experts and the shared one ``[R, d]``, and which were chosen."""
-        ids, weights = self.route(u, prefix, chosen, image)
+    def experts(self, u: torch.Tensor, prefix: str, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Sum of the experts ``ids`` by their ``weights`` and the shared one, ``[R, d]``."""
         total = torch.zeros(u.shape)
         for expert in ids.unique().tolist():
             row, place = (ids == expert).nonzero(as_tuple=True)
             total[row] += self._expert(u[row], f"{prefix}ffn.experts.{expert}", weights[row, place])
         total += self._expert(u, f"{prefix}ffn.shared_experts", None)
-        return total.to(self.run.dtype), ids
+        return total.to(self.run.dtype)
+
+    def moe(self, u: torch.Tensor, prefix: str, chosen: int, image: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The expert layer's result ``[R, d]``, and which were chosen."""
+        ids, weights = self.route(u, prefix, chosen, image)
+        return self.experts(u, prefix, ids, weights), ids

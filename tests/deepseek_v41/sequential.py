@@ -105,6 +105,7 @@ class Sequential(Parts):
         token_map: torch.Tensor | None = None,
     ) -> None:
         super().__init__(topology, weights, run)
+        self.topology: DeepseekV41Topology = topology
         self.token_map = torch.arange(topology.vocab) if token_map is None else token_map
 
     # Engram

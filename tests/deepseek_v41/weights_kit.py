@@ -85,6 +85,7 @@ _SPREAD: tuple[tuple[str, float, float], ...] = (
     (r"hc_\w+_scale$", 0.7, 0.15),
     (r"hc_\w+_base$", 0.0, 0.6),
     (r"attn_sink$", 0.0, 1.5),
+    (r"\.ape$", 0.0, 0.7),
     (r"gate\.bias(_vl)?$", 0.0, 0.25),
     (r"engram\.[qk]_weight$", 1.0, 0.3),
     (r"(norm\d?|_norm)\.weight$", 1.0, 0.2),
@@ -100,13 +101,14 @@ _GAIN: tuple[tuple[str, float], ...] = (
 )
 
 
-def _made(spec: ParameterSpec, seed: int) -> torch.Tensor:
-    values = bell(seed, spec.name, spec.shape)
+def made(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The float32 tensor ``name``, at a scale where it matters."""
+    values = bell(seed, name, shape)
     for pattern, mean, deviation in _SPREAD:
-        if re.search(pattern, spec.name):
+        if re.search(pattern, name):
             return mean + deviation * values
-    gain = next((gain for pattern, gain in _GAIN if re.search(pattern, spec.name)), 1.0)
-    return values * (gain * spec.shape[-1] ** -0.5)
+    gain = next((gain for pattern, gain in _GAIN if re.search(pattern, name)), 1.0)
+    return values * (gain * shape[-1] ** -0.5)
 
 
 def _as_released(spec: ParameterSpec, values: torch.Tensor) -> torch.Tensor:
@@ -132,7 +134,7 @@ class RandomWeights(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         found = self._made.get(name)
         if found is None:
-            found = _made(self._specs[name], self._seed)
+            found = made(name, self._specs[name].shape, self._seed)
             if self._released:
                 found = _as_released(self._forms[name], found)
             if self._keep:
