@@ -64,7 +64,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
-        block_size: int = 64,
+        block_size: int | None = None,
         num_kv_blocks: int | None = None,
         kv_memory_fraction: float | None = None,
         gpu_memory_utilization: float | None = None,

@@ -60,7 +60,7 @@ ENGINE_OPTIONS = (
     Option("max_model_len", "most tokens of one sequence, prompt and answer together", int),
     Option("max_num_seqs", "most sequences running at once", int),
     Option("max_num_batched_tokens", "most tokens computed in one step", int),
-    Option("block_size", "tokens in a KV block: 16, 32, 64 or 128", int),
+    Option("block_size", "tokens in a KV block: 16, 32, 64 or 128 (default: the model's own choice)", int),
     Option("num_kv_blocks", "size of the KV pool in blocks; excludes --kv-memory-fraction", int),
     Option(
         "kv_memory_fraction",
@@ -77,6 +77,12 @@ ENGINE_OPTIONS = (
     Option("ngram_max", "most of them that are compared (default: 4)", int),
     Option("draft_budget", "most draft rows of one step (default: from measured times)", int),
     Option("zero_overhead", "plan a step while the device runs the one before it; the answer stays the same (default: on)"),
+    Option("kv_cache_dtype", "form of compressed caches; the answer stays the same", str, ("auto", "packed", "bfloat16", "float32")),
+    Option(
+        "yoco_prefill_truncation", "hide or leave out decoder rows of a prompt's beginning (default: off)", str, ("off", "mask", "compact")
+    ),
+    Option("yoco_prefill_keep_tokens", "last tokens of a prompt that truncation leaves whole", int),
+    Option("max_backtracking_tokens", "most rows a step may write past the last one that counts", int),
     Option("num_threads", "torch threads of the step loop", int),
     Option("quiet", "leave out the report of what fits and the line on steps every 10 s, both on stderr", negatable=False),
 )

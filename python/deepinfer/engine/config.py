@@ -13,6 +13,7 @@ import torch
 
 from deepinfer.engine import environ
 from deepinfer.errors import ConfigError, UnsupportedFormatError
+from deepinfer.models.base import CacheForm, Truncation
 from deepinfer.platforms import Platform, get_platform
 from deepinfer.speculative import SpeculativeSettings
 
@@ -33,6 +34,7 @@ DTYPES = {
 # A batch that keeps each device busy without making one step long enough to be felt.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
+_MOST_BACKTRACKING = 1024
 _MOST_THREADS = 1024  # the threads' library ends the process when it cannot start what it is told to
 _DEFAULT_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 
@@ -53,7 +55,7 @@ class EngineConfig:
         max_model_len: longest prompt plus answer, in tokens; ``None`` = the model's own limit, lowered to what the KV memory holds.
         max_num_seqs: most sequences in one step; ``None`` = 64 on a CPU, 256 on a GPU (never above ``max_num_batched_tokens``).
         max_num_batched_tokens: most token rows in one step; longer prompts are cut in chunks. ``None`` = 512 on a CPU, 8192 on a GPU.
-        block_size: tokens of a KV page, the unit of prefix reuse: 16, 32, 64 or 128.
+        block_size: tokens of a KV page, the unit of prefix reuse: 16, 32, 64 or 128; ``None`` = the model's own choice, mostly 64.
         num_kv_blocks: KV pages to allocate; ``None`` = from ``kv_memory_fraction``.
         kv_memory_fraction: on a GPU the share of the card that weights and KV together may take (0.9); on a CPU the share of
             the memory left after loading that KV may take (0.5), and never more than ``max_num_seqs`` full sequences need.
@@ -76,6 +78,15 @@ class EngineConfig:
         num_draft_tokens: most drafts of a sequence and step.
         ngram_min, ngram_max: how many of the newest tokens must have occurred before, and how many are compared at most.
         draft_budget: most draft rows of one step; ``None`` = found from the times of completed steps.
+        kv_cache_dtype: how models with compressed caches keep their rows: ``packed`` (FP8 and FP4 records), ``bfloat16`` or
+            ``float32``, with the same values; ``auto`` = packed where the model allows it. Other models keep KV in ``dtype``.
+        yoco_prefill_truncation: of models whose decoder reads one cache made by their encoder: leave the decoder's rows of all but a
+            prompt's last tokens out (``compact``) or keep later rows from seeing them (``mask``). Approximate unless enough tokens
+            are kept; ``None`` = ``YOCO_PREFILL_TRUNCATION_MODE``, else ``off``.
+        yoco_prefill_keep_tokens: last tokens of a prompt that are left whole; ``None`` = ``YOCO_PREFILL_KEEP_TOKENS``, else the fewest
+            allowed (window and ``max_backtracking_tokens``).
+        max_backtracking_tokens: most rows that a step of such a model may write past the last one that counts; ``None`` =
+            ``MAX_BACKTRACKING_TOKENS``, else what the drafts of the model or of ``num_draft_tokens`` need.
         num_threads: torch threads; ``None`` = ``DEEPINFER_NUM_THREADS``, else torch's choice.
         quiet: leave the capacity report out; ``None`` = ``DEEPINFER_QUIET``.
 
@@ -94,7 +105,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    block_size: int = 64
+    block_size: int | None = None
     num_kv_blocks: int | None = None
     kv_memory_fraction: float | None = None
     gpu_memory_utilization: float | None = None
@@ -116,6 +127,10 @@ class EngineConfig:
     draft_budget: int | None = None
     num_threads: int | None = None
     quiet: bool | None = None
+    kv_cache_dtype: CacheForm = "auto"
+    yoco_prefill_truncation: Truncation | None = None
+    yoco_prefill_keep_tokens: int | None = None
+    max_backtracking_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.trust_remote_code:
@@ -133,7 +148,8 @@ class EngineConfig:
         _positive("max_num_batched_tokens", self.max_num_batched_tokens, most=(1 << 24) - 1)
         _positive("num_kv_blocks", self.num_kv_blocks, "leave it out to size the pool from kv_memory_fraction")
         _positive("num_threads", self.num_threads, most=_MOST_THREADS)
-        if self.block_size not in BLOCK_SIZES:
+        self._check_caches()
+        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size!r}")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             raise UnsupportedFormatError(
@@ -162,6 +178,16 @@ class EngineConfig:
         if name != "auto" and name not in DTYPES:
             raise ConfigError(f"dtype must be 'auto', 'float32', 'bfloat16' or 'float16', got {self.dtype!r}")
         object.__setattr__(self, "dtype", name)
+
+    def _check_caches(self) -> None:
+        if self.kv_cache_dtype not in get_args(CacheForm):
+            raise ConfigError(f"kv_cache_dtype must be one of {', '.join(get_args(CacheForm))}, got {self.kv_cache_dtype!r}")
+        if self.yoco_prefill_truncation is not None and self.yoco_prefill_truncation not in get_args(Truncation):
+            raise ConfigError(
+                f"yoco_prefill_truncation must be one of {', '.join(get_args(Truncation))}, got {self.yoco_prefill_truncation!r}"
+            )
+        _positive("yoco_prefill_keep_tokens", self.yoco_prefill_keep_tokens)
+        _positive("max_backtracking_tokens", self.max_backtracking_tokens, most=_MOST_BACKTRACKING)
 
     def _check_role(self) -> None:
         if self.engine_type not in get_args(EngineType):

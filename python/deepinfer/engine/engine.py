@@ -24,6 +24,7 @@ from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
 from deepinfer.engine.hooks import Admission, EngineHooks
 from deepinfer.engine.interrupt import hold_interrupts
+from deepinfer.engine.model_options import block_tokens, configure_model
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
@@ -45,7 +46,7 @@ from deepinfer.kernels import KERNEL_SET
 from deepinfer.kvcache.handover import Handover
 from deepinfer.kvcache.layout import KvLayout
 from deepinfer.models import ResolvedModel, load_model, resolve_model
-from deepinfer.models.base import Model, PagedGroup, StateGroup
+from deepinfer.models.base import Model, ModelOptions, PagedGroup, StateGroup
 from deepinfer.models.contract import checked_groups
 from deepinfer.outputs import FinishReason
 from deepinfer.speculative import NgramDrafting
@@ -85,7 +86,7 @@ class Engine(EngineHooks):
         progress: called with (bytes loaded, bytes in all) while weights load.
 
     Attributes:
-        config, run: settings as given, and as they hold on this machine.
+        config, run: settings as given, and as they hold on this machine; ``options``: those of the model.
         plan: KV pools.
         swap: host memory for preempted sequences.
         resolved: where the checkpoint, its configuration and tokenizer are, as `deepinfer.models.resolve_model` found them.
@@ -106,7 +107,10 @@ class Engine(EngineHooks):
         weights = weight_bytes(self.resolved, self.run.dtype)
         check_weights(self.run, weights)
         self.model: Model = load_model(self.resolved, self.run.dtype, self.run.device, config.load_format, config.seed, progress)
-        paged, state = checked_groups(self.model, config.block_size)
+        self.options: ModelOptions = configure_model(config, self.model, self._max_draft)
+        paged, state = checked_groups(self.model, block_tokens(config, self.model))
+        # A hit brings back pages, not windows: models with state take none until the core knows what to compute again.
+        self._prefix_caching = config.enable_prefix_caching and not state
         self.plan: KvPlan = plan_kv(config, self.run, paged, state, self.model.max_position, self.model.vocab_size)
         self.swap: SwapPlan = plan_swap(config, self.run, self.plan, paged, state)
         if not self.run.quiet:
@@ -131,7 +135,7 @@ class Engine(EngineHooks):
         self._closed = False
         self._process = os.getpid()
         self._idle = False
-        self._layout = KvLayout(self._kv_identity(), paged, state)
+        self._layout = KvLayout({**self._kv_identity(), "prefill truncation": self._truncation}, paged, state)
         self._role = make_role(config, self._core, self._runner, self, self._layout, self.run.max_num_seqs)
         self.init_pd_split()
         gc.collect()
@@ -171,7 +175,7 @@ class Engine(EngineHooks):
             host_blocks=self.swap.blocks,
             host_slots=self.swap.slots,
             device_ordered=True,
-            prefix_caching=self.config.enable_prefix_caching,
+            prefix_caching=self._prefix_caching,
             engine_type=self.config.engine_type,
             kv_lease_ns=lease_ns,
             handover_lease_ns=lease_ns,
@@ -181,6 +185,12 @@ class Engine(EngineHooks):
             kv_format=identity["dtype"],
             numerics=identity["numerics"],
         )
+
+    @property
+    def _truncation(self) -> str:
+        """What a sequence's state depends on besides; its pages do not."""
+        o = self.options
+        return "off" if o.truncation == "off" else f"{o.truncation} {o.keep_tokens}"
 
     def _kv_identity(self) -> dict[str, str]:
         """What KV values depend on besides tokens and the shapes of the groups."""
@@ -203,6 +213,8 @@ class Engine(EngineHooks):
             num_slots=self._num_slots,
             columns=[row_blocks * (block // g.page_tokens) for g in paged],
             slot_maps=[(m[0], m[1]) for m in self._core.slot_maps()],
+            keep_tokens=None if self.options.truncation == "off" else self.options.keep_tokens,
+            compact=self.options.truncation == "compact",
         )
         return ModelRunner(
             self.model,
@@ -280,6 +292,11 @@ class Engine(EngineHooks):
         p = request.params
         if len(request.seeds) != p.n:
             raise InvalidRequestError(f"{len(request.seeds)} seeds were given for n={p.n} answers; give one for each")
+        if p.prompt_logprobs is not None and self.options.truncation != "off":
+            raise InvalidRequestError(
+                f"prompt_logprobs need every row of a prompt, and yoco_prefill_truncation={self.options.truncation!r} leaves some out; "
+                "leave prompt_logprobs out, or start the engine with yoco_prefill_truncation='off'"
+            )
         produced = [] if made is None else list(made.produced)
         handles: list[int] = self._core.add(
             request.prompt_ids + produced,

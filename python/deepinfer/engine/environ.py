@@ -1,6 +1,6 @@
 """Every environment switch, once.
 
-Owns: name, type, default and reason of each `DEEPINFER_*` variable, and how it is read. A setting given in code wins over
+Owns: name, type, default and reason of each variable, and how it is read. A setting given in code wins over
 its variable. Never touches: anything else; whoever obeys a switch reads it here by name.
 """
 
@@ -22,7 +22,14 @@ def _bool(text: str) -> bool:
     raise ValueError("use 1 or 0")
 
 
-def _threads(text: str) -> int:
+def _truncation(text: str) -> str:
+    known = ("off", "mask", "compact")
+    if text not in known:
+        raise ValueError(f"use one of {', '.join(known)}")
+    return text
+
+
+def _positive(text: str) -> int:
     n = int(text)
     if n < 1:
         raise ValueError("use a number of at least 1")
@@ -43,8 +50,29 @@ class Switch:
 SWITCHES: tuple[Switch, ...] = (
     Switch("DEEPINFER_ACCELERATOR", "auto | cpu | cuda | cuda:N", str, "auto", "device when `device` is left at 'auto'"),
     Switch("DEEPINFER_DISABLE_SYNC_GUARD", "0 | 1", _bool, False, "let the launch path wait for the device instead of failing the step"),
-    Switch("DEEPINFER_NUM_THREADS", "integer", _threads, None, "torch threads of the step loop; unset = torch's own choice"),
+    Switch("DEEPINFER_NUM_THREADS", "integer", _positive, None, "torch threads of the step loop; unset = torch's own choice"),
     Switch("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "0 | 1", _bool, True, "plan and launch a step while the device runs the one before it"),
+    Switch(
+        "YOCO_PREFILL_TRUNCATION_MODE",
+        "off | mask | compact",
+        _truncation,
+        "off",
+        "decoder rows of a long prompt's beginning, of models with an encoder: kept, hidden from later ones, or left out",
+    ),
+    Switch(
+        "YOCO_PREFILL_KEEP_TOKENS",
+        "integer",
+        _positive,
+        None,
+        "last tokens of a prompt that truncation leaves whole; unset = the fewest allowed",
+    ),
+    Switch(
+        "MAX_BACKTRACKING_TOKENS",
+        "integer",
+        _positive,
+        None,
+        "rows a step may write past the last one that counts; unset = what drafts need",
+    ),
     Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),
 )
 _BY_NAME = {s.name: s for s in SWITCHES}

@@ -1,6 +1,6 @@
 """The contract of a model family: what the loaders and the worker call, and what they hand over.
 
-Owns: the KV-group declaration, the forward batch and the two protocols. Never touches: the scheduler, sampling, text.
+Owns: the KV-group declaration, the forward batch, a model's settings and the protocols. Never touches: the scheduler, sampling, text.
 
 A family is four modules. ``topology`` reads a configuration into a validated frozen plan; ``containers`` holds parameters under
 their checkpoint names and computes nothing; ``forward`` is the class that is registered (``LoadableModel``), owns runtime layouts and
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,29 @@ class StateGroup:
     replicas: int = 0
     ring: int = 0
     cut: int = 0
+
+
+Truncation = Literal["off", "mask", "compact"]
+CacheForm = Literal["auto", "packed", "bfloat16", "float32"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What may be set on a model with caches of its own kind, see ``ConfigurableModel``; ``None`` = the model's choice.
+
+    Attributes:
+        cache_form: how cached rows are kept.
+        truncation: whether a prompt's earlier rows are left out of the decoder (``compact``) or kept from its later ones (``mask``).
+        keep_tokens: last tokens of a prompt that truncation leaves whole.
+        max_backtracking: most rows one step may write past the last one that counts.
+        max_draft: most drafts of a sequence and step.
+    """
+
+    cache_form: CacheForm = "auto"
+    truncation: Truncation = "off"
+    keep_tokens: int | None = None
+    max_backtracking: int | None = None
+    max_draft: int = 0
 
 
 @dataclass
@@ -166,6 +189,17 @@ class Fillable(Protocol):
 
     def finish_loading(self) -> None:
         """Called once when all parameters are written: packs weights, frees what is no longer needed."""
+
+
+@runtime_checkable
+class ConfigurableModel(Model, Protocol):
+    """A model with a choice of caches."""
+
+    block_tokens: int
+    """Tokens of a page unless another number is asked for."""
+
+    def configure(self, options: ModelOptions) -> ModelOptions:
+        """Called once, before ``kv_groups``; gives what holds. Raises ``ConfigError`` naming the setting."""
 
 
 @runtime_checkable

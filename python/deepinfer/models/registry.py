@@ -20,6 +20,7 @@ from .contract import check_class
 ENTRY_POINT_GROUP = "deepinfer.models"
 
 _registered: dict[str, str] = {
+    "DeepseekV41ForCausalLM": "deepinfer.models.deepseek_v41.forward:DeepseekV41Model",
     "LlamaForCausalLM": "deepinfer.models.llama.forward:LlamaModel",
     "MistralForCausalLM": "deepinfer.models.llama.forward:LlamaModel",
     "Qwen2ForCausalLM": "deepinfer.models.llama.forward:LlamaModel",

@@ -1,4 +1,5 @@
-"""DeepSeek-V4.1: what its configuration and checkpoint say. It has no forward yet, so no architecture name leads here.
+"""DeepSeek-V4.1: from its configuration and checkpoint to logits.
 
-Owns: the plan of layers and caches, the census of tensors, where Engram rows lie. See docs/architecture.md.
+Owns: the plan of layers and caches, the census of tensors, parameters and their loading, Engram rows, the forward. Never touches:
+the scheduler, sampling, KV allocation. See docs/architecture.md.
 """

@@ -82,7 +82,11 @@ class CachePlan:
     stored: StateRegion
     dropped: StateRegion
     ring: int
+    backtracking: int
+    """Rows of a ring beyond a window."""
     pending_slots: int
+    id_reach: int
+    """Ids before a token that its n-grams read."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -117,6 +121,12 @@ class CachePlan:
         start = self.live_bytes if replica else 0
         return {**self.stored.views(state, start), **self.dropped.views(state, start + self.stored.nbytes)}
 
+    def rows_before(self, field: str) -> int:
+        """How many rows of a field a sequence at a page boundary still needs: none of a compressor's, whose groups are closed there."""
+        if field.endswith(".pending"):
+            return 0
+        return self.ring - self.backtracking if field.endswith(".window") else self.id_reach
+
     def state_group(self) -> StateGroup:
         """One replica is taken at every page boundary: of both regions, so that a hit can restore all windows.
 
@@ -143,9 +153,16 @@ def _row_kind(width: int, form: RowFormat, quantised: bool, storage: Storage, wh
     return RowKind(width, used, True, torch.uint8)
 
 
-def plan_caches(topology: DeepseekV41Topology, storage: Storage = "packed", page_tokens: int = PAGE_TOKENS) -> CachePlan:
-    """Caches of ``topology``; raises ``ConfigError`` for pages that cut an entry or rows that cannot be packed."""
+def plan_caches(
+    topology: DeepseekV41Topology, storage: Storage = "packed", page_tokens: int = PAGE_TOKENS, backtracking: int | None = None
+) -> CachePlan:
+    """Caches of ``topology``; raises ``ConfigError`` for pages that cut an entry or rows that cannot be packed.
+
+    ``backtracking``: most rows a step may write past the last one that counts, if not the topology's.
+    """
     t, sizes = topology, topology.attention
+    back = t.max_backtracking if backtracking is None else backtracking
+    ring = sizes.window + back
     ratios = {layer: t.shared.ratios[layer] for layer in t.shared.kv_sources}
     for layer, ratio in ratios.items():
         if page_tokens <= 0 or page_tokens % ratio:
@@ -155,13 +172,13 @@ def plan_caches(topology: DeepseekV41Topology, storage: Storage = "packed", page
     index_key = _row_kind(sizes.index_dim, MXFP4_ROWS, t.quantised_caches, storage, "index keys")
 
     def rings(names: list[str]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        return [(f"{name}.window", (t.ring, *window.shape), window.dtype) for name in names]
+        return [(f"{name}.window", (ring, *window.shape), window.dtype) for name in names]
 
     # a draft may be taken back after its group has closed, so raw rows are kept one step deep
-    pending = 1 << (t.max_backtracking).bit_length()
+    pending = 1 << back.bit_length()
     dropped: list[tuple[str, tuple[int, ...], torch.dtype]] = []
     if t.engram is not None:
-        dropped.append(("token_ids", (t.engram.longest - 1 + t.max_backtracking,), torch.int64))
+        dropped.append(("token_ids", (t.engram.longest - 1 + back,), torch.int64))
     for layer, ratio in ratios.items():
         if ratio > 1:
             dropped.append((f"layers.{layer}.pending", (pending, 2, sizes.head_dim), torch.float32))
@@ -175,6 +192,15 @@ def plan_caches(topology: DeepseekV41Topology, storage: Storage = "packed", page
         sources=tuple((layer, page_tokens // ratio) for layer, ratio in ratios.items()),
         stored=StateRegion.lay_out(rings([f"layers.{plan.index}" for plan in t.layers if not plan.decoder])),
         dropped=StateRegion.lay_out(dropped),
-        ring=t.ring,
+        ring=ring,
+        backtracking=back,
         pending_slots=pending,
+        id_reach=0 if t.engram is None else t.engram.longest - 1,
     )
+
+
+def packs(topology: DeepseekV41Topology) -> bool:
+    """Whether all rows of ``topology`` have a packed form."""
+    sizes = topology.attention
+    fits = FP8_ROWS.fits(sizes.head_dim) and FP4_ROWS.fits(sizes.head_dim) and MXFP4_ROWS.fits(sizes.index_dim)
+    return topology.quantised_caches and fits

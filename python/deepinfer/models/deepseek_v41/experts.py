@@ -1,0 +1,33 @@
+"""The experts of one layer: routing, the chosen ones, and the shared one that every row takes."""
+
+from __future__ import annotations
+
+import torch
+
+from ...kernels.block_formats import FP8_ROWS
+from ...kernels.experts import expert_mlp, gated_mlp, pack_experts, route
+from ...kernels.linear import pack_linear
+from .containers import MoeParameters
+from .packed import activation_rounding
+from .topology import MoeSizes
+
+
+class Experts:
+    """In runtime layout. Experts stand where their number says; ``physical`` maps would go to ``expert_mlp``."""
+
+    def __init__(self, p: MoeParameters, sizes: MoeSizes, chosen: int, quantised: bool, dtype: torch.dtype) -> None:
+        self._sizes, self._chosen, self._dtype = sizes, chosen, dtype
+        self._gate, self._bias = pack_linear(p.gate), p.bias
+        self._bank = pack_experts(p.w13, p.w2)
+        self._shared_gate_up, self._shared_down = pack_linear(p.shared_w13), pack_linear(p.shared_w2)
+        self._rounding = activation_rounding(p.shared_w13.shape[-1], quantised)
+        self._form = FP8_ROWS if activation_rounding(p.shared_w2.shape[-1], quantised) else None
+
+    def __call__(self, u: torch.Tensor) -> torch.Tensor:
+        """``u`` ``[T, d]`` normed rows → ``[T, d]`` in the run dtype."""
+        s = self._sizes
+        ids, weights = route(u, self._gate, self._bias, self._chosen, s.normalise, s.scale, s.temperature)
+        rounded = u if self._rounding is None else self._rounding(u)
+        total = expert_mlp(rounded, ids, weights, self._bank, s.limit, form=self._form)
+        total += gated_mlp(rounded, self._shared_gate_up, self._shared_down, s.limit, form=self._form)
+        return total.to(self._dtype)

@@ -1,0 +1,222 @@
+"""How DeepSeek-V4.1 is computed: the backbone over a step's rows.
+
+The rows of a step pass all layers together, padded once. Layers before the last cache source are the encoder; from there on rows of a
+prompt may be left out (``compact``) except for the entries they add to that source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+
+from ...errors import ConfigError
+from ...kernels.linear import PackedLinear, pack_linear, row_quantum
+from ...kernels.rms_norm import rms_norm
+from ...kernels.rope import RopeTable
+from ...kernels.state_replica import ReplicaRing, save_replica
+from ...kernels.stream_mix import collapse
+from ..base import ForwardBatch, ModelOptions, PagedGroup, StateGroup
+from ..loaders.resolved import ResolvedModel
+from ..loaders.source import Progress
+from .caches import PAGE_TOKENS, CachePlan, Storage, packs, plan_caches
+from .containers import DeepseekV41Parameters
+from .engram_rows import EngramReader
+from .layer import Layer, Streams
+from .loading import load_parameters
+from .ops import begin_streams, mean_stream
+from .step import RopeTables, Step, make_step
+from .topology import read_topology
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What draft stages read of a step: ``values`` ``[D, taps, d]``, means over the streams that enter the tapped layers.
+
+    ``rows`` int64 ``[D]`` names the step's rows they belong to; None = the rows from the first on.
+    """
+
+    values: torch.Tensor
+    rows: torch.Tensor | None
+
+
+class DeepseekV41Model:
+    """DeepSeek-V4.1 for causal language modelling; ``models.base`` and ``registry.LoadableModel`` say what its methods are for."""
+
+    block_tokens = PAGE_TOKENS
+
+    def __init__(self, parameters: DeepseekV41Parameters, dtype: torch.dtype, device: torch.device) -> None:
+        topology = parameters.topology
+        self.topology, self.dtype, self.device = topology, dtype, device
+        self.vocab_size, self.max_position = topology.vocab, topology.max_position
+        self._parameters: DeepseekV41Parameters | None = parameters
+        self._options = ModelOptions()
+        self._ropes = RopeTables(RopeTable(topology.rope_main, device), RopeTable(topology.rope_compress, device))
+        self._embed, self._norm = self._parameters.embed, self._parameters.norm
+        self.layers: list[Layer] = []
+        """In runtime layout, in order; filled by ``finish_loading``."""
+        self._head: PackedLinear | None = None
+        self._engram: EngramReader | None = None
+        self._caches: CachePlan | None = None
+        self._quantum = row_quantum(device)
+        self.taps: Taps | None = None
+        """Of the newest step, for the draft stages."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
+        """See ``registry.LoadableModel``."""
+        return cls(DeepseekV41Parameters(read_topology(config), dtype, device), dtype, device)
+
+    @classmethod
+    def from_checkpoint(
+        cls, source: ResolvedModel, dtype: torch.dtype, device: torch.device, load_format: str, seed: int, progress: Progress | None
+    ) -> Self:
+        """See ``loaders.load.LoadsItself``."""
+        parameters = load_parameters(source, dtype, device, load_format=load_format, seed=seed, progress=progress)
+        model = cls(parameters, dtype, device)
+        model.finish_loading()
+        return model
+
+    @classmethod
+    def position_limit(cls, config: Mapping[str, Any]) -> int:
+        """See ``registry.LoadableModel``."""
+        return read_topology(config).max_position
+
+    @property
+    def parameters(self) -> DeepseekV41Parameters:
+        """What is loaded; gone once it is packed."""
+        if self._parameters is None:
+            raise RuntimeError("the model's parameters are already loaded and packed")
+        return self._parameters
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See ``registry.LoadableModel``."""
+        return self.parameters.parameter_shapes()
+
+    def optional_tensors(self) -> tuple[str, ...]:
+        """See ``registry.LoadableModel``."""
+        return self.parameters.optional_tensors()
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """See ``registry.LoadableModel``."""
+        return self.parameters.parameter(name)
+
+    def finish_loading(self) -> None:
+        """Packs the weights layer by layer and frees the unpacked ones; Engram tables have been attached by then."""
+        p, t = self.parameters, self.topology
+        self._parameters = None
+        # logits are float32 whatever the run dtype: the head decides between tokens
+        self._head = pack_linear(p.head.float(), largest_rows=64 if self.device.type == "cpu" else None)
+        p.places.clear()
+        if t.engram is not None and p.token_map is not None:
+            tables = [layer.engram.table for layer in p.layers if layer.engram is not None]
+            self._engram = EngramReader(t.engram, tables, p.token_map, self.dtype, self.device)
+        for plan in t.layers:
+            self.layers.append(Layer(p.layers.pop(0), t, plan, self.dtype))
+
+    def configure(self, options: ModelOptions) -> ModelOptions:
+        """See ``models.base.ConfigurableModel``. Rows are packed unless they cannot be; a truncated prefill keeps what windows need."""
+        t = self.topology
+        back = options.max_backtracking
+        if back is None:
+            back = max(t.max_backtracking, options.max_draft + 1)
+        if back < options.max_draft + 1:
+            raise ConfigError(
+                f"max_backtracking_tokens {back} does not cover the {options.max_draft} drafts and the token before them; "
+                f"set it to at least {options.max_draft + 1}"
+            )
+        keep = options.keep_tokens
+        if options.truncation != "off":
+            least = t.attention.window + back
+            keep = least if keep is None else keep
+            if keep < least:
+                raise ConfigError(
+                    f"yoco_prefill_keep_tokens {keep} is below the window ({t.attention.window}) and max_backtracking_tokens ({back}) "
+                    f"together; set it to at least {least}"
+                )
+        form = options.cache_form
+        if form == "auto":
+            form = "packed" if packs(t) else "bfloat16" if self.dtype == torch.bfloat16 else "float32"
+        self._options = ModelOptions(form, options.truncation, keep, back, options.max_draft)
+        return self._options
+
+    def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:
+        """See ``caches``."""
+        options = self._options if self._options.cache_form != "auto" else self.configure(self._options)
+        storage: Storage = "packed" if options.cache_form == "auto" else options.cache_form
+        self._caches = plan_caches(self.topology, storage, block_tokens, options.max_backtracking)
+        return self._caches.kv_groups()
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Hidden states ``[T, d]`` in the run dtype after the final norm, zeros for rows the decoder leaves out; writes caches."""
+        caches = self.caches
+        step = make_step(batch, kv, caches, self.topology.attention.window, self._ropes, self._quantum)
+        found: list[torch.Tensor] = []
+        dead = step.ids < 0
+        if self._engram is not None:
+            found, dead = self._engram.read(step.ids, step.encoder.step, step.state["token_ids"])
+        streams = begin_streams(F.embedding(step.ids, self._embed), self.topology.streams)
+        (x, pre), taps = self._run_layers(streams, step, caches, found, dead)
+        hidden = rms_norm(collapse(x, pre, self.dtype), self._norm, self.topology.eps)
+        return self._unpad(hidden, taps, batch)
+
+    def _run_layers(
+        self, streams: Streams, step: Step, caches: CachePlan, found: list[torch.Tensor], dead: torch.Tensor
+    ) -> tuple[Streams, list[torch.Tensor]]:
+        taps: list[torch.Tensor] = []
+        start, rows, rope = self.topology.shared.decoder_start, step.encoder, self._ropes.compress
+        for layer in self.layers:
+            plan, filled = layer.plan, False
+            if plan.index == start:
+                rows = step.decoder
+                if step.chosen is not None:
+                    layer.fill(streams, step, caches, rope)
+                    streams, filled = (streams[0].index_select(0, step.chosen), streams[1].index_select(0, step.chosen)), True
+            if plan.engram is not None:
+                streams = layer.add_engram(streams[0], found[plan.engram], dead), streams[1]
+            if plan.tapped:
+                taps.append(mean_stream(streams[0]))
+            streams = layer(streams, step, rows, caches, rope, filled)
+        return streams, taps
+
+    def _unpad(self, hidden: torch.Tensor, taps: list[torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
+        count, state = batch.ids.shape[0], batch.state
+        rows = None if state is None else state.decoder_rows
+        kept = count if rows is None else rows.shape[0]
+        self.taps = Taps(torch.stack([tap[:kept] for tap in taps], 1), rows) if taps else None
+        if rows is None:
+            return hidden[:count]
+        return hidden.new_zeros(count, hidden.shape[1]).index_copy_(0, rows, hidden[:kept])
+
+    @torch.inference_mode()
+    def end_step(self, batch: ForwardBatch, rejected: torch.Tensor | None, kv: dict[str, torch.Tensor]) -> None:
+        """See ``models.base.StatefulModel``: copies the state of sequences that passed a boundary to its replica."""
+        state, caches = batch.state, self.caches
+        if state is None or not state.crossing.shape[0]:
+            return
+        mine = state.crossing
+        end = batch.seq_len.index_select(0, mine)
+        start = end - (batch.cu_q[1:] - batch.cu_q[:-1]).index_select(0, mine)
+        if rejected is not None:
+            end = end - rejected.index_select(0, mine)
+        live, replica = caches.views(kv["state0"]), caches.views(kv["state0"], replica=True)
+        rings = [ReplicaRing(live[name], replica[name], caches.rows_before(name)) for name in live]
+        save_replica(rings, state.state_row.index_select(0, mine), start, end, caches.page_tokens, caches.backtracking)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` ``[R, d]`` → float32 ``[R, vocab]``; the rows may be any choice of rows of ``forward``."""
+        if self._head is None:
+            raise RuntimeError("finish_loading has not been called")
+        return self._head(hidden.float())
+
+    @property
+    def caches(self) -> CachePlan:
+        """The plan that ``kv_groups`` made last."""
+        if self._caches is None:
+            raise RuntimeError("kv_groups has not been called: the caches have no form yet")
+        return self._caches
