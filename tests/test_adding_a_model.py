@@ -103,9 +103,10 @@ def test_public_names_are_those_of_the_contract() -> None:
     assert {"deepinfer.models.base.LoadableModel", "deepinfer.kernels.linear.pack_linear"} <= public_names()
 
 
-def test_the_walk(tmp_path: Path) -> None:
-    """Blocks to files, files to an installed package outside of site-packages, then the page's two commands in one process."""
-    source, site = tmp_path / "deepinfer-mixtral", tmp_path / "site"
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Where the page's files lie, and where they are installed: outside of site-packages, built without a network."""
+    source, site = tmp_path_factory.mktemp("deepinfer-mixtral"), tmp_path_factory.mktemp("site")
     for name, text in blocks().items():
         path = source / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,25 +116,68 @@ def test_the_walk(tmp_path: Path) -> None:
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--target", str(site), str(source)]
     built = subprocess.run([*pip, *offline], capture_output=True, text=True, timeout=120, check=False)
     assert built.returncode == 0, built.stderr
-    both = (
-        "import runpy, sys, pytest; runpy.run_path('try_it.py', run_name='__main__'); "
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests']))"
-    )
-    path = environment().get("PYTHONPATH")
+    return source, site
+
+
+def run_beside(package: tuple[Path, Path], *arguments: str) -> str:
+    """What Python prints with the package installed; the package's sources are not on its path."""
+    source, site = package
+    others = environment().get("PYTHONPATH")
     process = subprocess.run(
-        [sys.executable, "-c", both],
+        [sys.executable, *arguments],
         cwd=source,
-        env=environment(PYTHONPATH=f"{site}:{path}" if path else str(site), PYTHONSAFEPATH="1", OMP_NUM_THREADS="1"),
+        env=environment(PYTHONPATH=f"{site}:{others}" if others else str(site), PYTHONSAFEPATH="1", OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    printed = re.search(r"^\[(\d+(?:, \d+)*)\]$", process.stdout, re.MULTILINE)
-    assert printed is not None and len(printed[1].split(",")) == 8
-    passed = re.search(r"^(\d+) passed", process.stdout, re.MULTILINE)
-    assert passed is not None and int(passed[1]) >= 10 and "skipped" not in process.stdout
+    return process.stdout
+
+
+def ids_in(text: str) -> list[list[int]]:
+    """Lines that are lists of ids."""
+    return [[int(i) for i in line.split(",")] for line in re.findall(r"^\[(\d+(?:, \d+)*)\]$", text, re.MULTILINE)]
+
+
+def test_the_walk(package: tuple[Path, Path]) -> None:
+    """The page's two commands, in one process because starting torch is most of their time."""
+    both = (
+        "import runpy, sys, pytest; runpy.run_path('try_it.py', run_name='__main__'); "
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests']))"
+    )
+    printed = run_beside(package, "-c", both)
+    assert [len(ids) for ids in ids_in(printed)] == [8]
+    passed = re.search(r"^(\d+) passed", printed, re.MULTILINE)
+    assert passed is not None and int(passed[1]) >= 10 and "skipped" not in printed
+
+
+OTHER_PROCESS = """
+import asyncio, pathlib, sys
+from deepinfer import LLM, AsyncLLM, SamplingParams
+
+settings = {"load_format": "dummy", "dtype": "float32", "num_kv_blocks": 16, "quiet": True, "num_threads": 1}
+params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+
+async def elsewhere(folder):
+    async with AsyncLLM(folder, **settings) as llm:
+        async for output in llm.generate({"prompt_token_ids": [5, 6, 7]}, params):
+            last = output
+    print(last.outputs[0].token_ids)
+
+folder = sys.argv[1]
+with LLM(folder, **settings) as llm:
+    print(llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids)
+asyncio.run(elsewhere(folder))
+"""
+
+
+@pytest.mark.nightly
+def test_engines_in_other_processes_find_the_family(package: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(CONFIG)
+    here, elsewhere = ids_in(run_beside(package, "-c", OTHER_PROCESS, str(tmp_path)))
+    assert here == elsewhere and len(here) == 6
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_local_experts": 6,
+    "num_local_experts": 4,
     "max_position_embeddings": 512,
     "initializer_range": 0.15,
 }
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_does_not_fit_its_configuration_is_refused(checkpoint:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"hidden_size": 66}, "hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act"),

@@ -207,7 +207,8 @@ class LoadableModel(Model, Fillable, Protocol):
     """A model class the loaders can fill: what ``register_model`` and entry points name.
 
     Order of calls: ``from_config`` · ``parameter_shapes`` · ``parameter`` of each name · ``finish_loading`` · the calls of ``Model``.
-    ``from_config`` is also called with the device ``meta``, to count bytes: it must not read values.
+    ``from_config`` is also called with the device ``meta``, to count bytes: it must not read values. A family whose weights are not
+    all numbers to be copied may have ``from_checkpoint`` besides (``loaders.load.LoadsItself``).
     """
 
     @classmethod
