@@ -11,8 +11,10 @@ wrote them: text of a message never becomes one (`encode_rendered`).
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
@@ -211,6 +213,21 @@ def _never_prepend(step: dict[str, Any] | None) -> None:
             part["prepend_scheme"] = "never"
 
 
+@contextmanager
+def _of_any_model() -> Iterator[None]:
+    """Keeps transformers from warning that it does not know the model beside the tokenizer: it is not asked to run it."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "to instantiate a model of type" not in str(record.msg)
+
+    logger = logging.getLogger("transformers.configuration_utils")
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
+
+
 def load_tokenizer(source: str, revision: str | None = None) -> Tokenizer:
     """Reads a tokenizer from a directory, a hub id or a GGUF file. Code shipped with a model is never run.
 
@@ -225,7 +242,8 @@ def load_tokenizer(source: str, revision: str | None = None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        made = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        with _of_any_model():
+            made = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except OSError as e:
         if Path(source).is_dir():
             raise ConfigError(f"{source} has no tokenizer files (tokenizer.json); pass tokenizer=<directory or hub id>") from e

@@ -27,13 +27,14 @@ def load_parameters(
     load_format: str = "auto",
     seed: int = 0,
     keep_packed: Collection[Form] = (),
-    engram_cache_bytes: int = ENGRAM_CACHE_BYTES,
+    engram_cache_bytes: int | None = ENGRAM_CACHE_BYTES,
     progress: Progress | None = None,
 ) -> DeepseekV41Parameters:
     """Checks the configuration and the checkpoint, allocates parameters on ``device``, fills them, opens the tables.
 
     ``load_format="dummy"`` draws weights from ``seed`` instead (needs a tokenizer only if the token map is derived from one).
-    ``keep_packed`` leaves weights of those forms as the checkpoint stores them. Raises ``UnsupportedConfigError``,
+    ``keep_packed`` leaves weights of those forms as the checkpoint stores them. ``engram_cache_bytes`` bounds the rows of each
+    table kept in memory, which otherwise stays in its file; None reads tables into memory whole. Raises ``UnsupportedConfigError``,
     ``UnsupportedFormatError``, ``ConfigError`` or ``CheckpointError``, all but those about a tensor's numbers before anything
     is allocated.
     """

@@ -22,7 +22,7 @@ from .topology import DeepseekV41Topology, read_topology
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 SHARD_BYTES = 10 * 10**9
-_PIECE_NUMBERS = 1 << 22
+_PIECE_NUMBERS = 1 << 18
 """Numbers drawn at a time."""
 
 Progress = Callable[[int, int], None]

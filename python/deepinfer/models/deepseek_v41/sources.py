@@ -31,9 +31,12 @@ _NAN_SCALE = 255
 _PLAIN_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 
 
-def _bounded(cache_bytes: int, table: Weight) -> int:
-    """A small table's cache is not larger than twice the table: as much holds nearly all rows, however they fall into sets."""
-    return min(cache_bytes, 8 * prod(table.shape))
+def _bounded(cache_bytes: int | None, table: Weight) -> int:
+    """A small table's cache is not larger than some tables: as much holds nearly all rows, however they fall into sets.
+
+    What is in memory as a whole needs none.
+    """
+    return 0 if cache_bytes is None else min(cache_bytes, 8 * prod(table.shape))
 
 
 class DeepseekV41Source(Protocol):
@@ -51,8 +54,8 @@ class DeepseekV41Source(Protocol):
     def where(self, name: str) -> str:
         """See ``WeightSource``."""
 
-    def tables(self, cache_bytes: int) -> dict[int, EngramTable]:
-        """By layer; each keeps at most ``cache_bytes`` of rows in memory."""
+    def tables(self, cache_bytes: int | None) -> dict[int, EngramTable]:
+        """By layer; each keeps at most ``cache_bytes`` of rows in memory, or all of them for None."""
 
 
 class _Listed:
@@ -142,18 +145,22 @@ class ReleasedSource(_Listed):
             raise CheckpointError(f"values of {weight.name!r} in {self.where(weight.name)} hold NaN: the checkpoint is damaged")
         return stored
 
-    def tables(self, cache_bytes: int) -> dict[int, EngramTable]:
-        """See ``DeepseekV41Source``; mapped, never read whole."""
+    def tables(self, cache_bytes: int | None) -> dict[int, EngramTable]:
+        """See ``DeepseekV41Source``; mapped and never read whole, unless they are to be in memory."""
         opened: dict[int, EngramTable] = {}
         for layer, weight in zip(self._layers, self._tables, strict=True):
-            values = self._stored.mapped(weight.name)
+            values = self._rows(weight.name, cache_bytes)
             if weight.scale is None:
                 dtype = _PLAIN_DTYPES[self._stored.dtypes[weight.name]]
                 opened[layer] = EngramTable(values, None, _bounded(cache_bytes, weight), weight.name, dtype)
             else:
-                scales = self._stored.mapped(weight.scale.name)
+                scales = self._rows(weight.scale.name, cache_bytes)
                 opened[layer] = EngramTable(values, scales, _bounded(cache_bytes, weight), weight.name)
         return opened
+
+    def _rows(self, name: str, cache_bytes: int | None) -> np.ndarray:
+        mapped = self._stored.mapped(name)
+        return np.array(mapped) if cache_bytes is None else mapped
 
 
 class DrawnSource(_Listed):
@@ -180,8 +187,8 @@ class DrawnSource(_Listed):
         drawn_weight = Drawn(weight, self._seed)
         return drawn_weight.decoded(0, drawn_weight.rows).view(weight.shape)
 
-    def tables(self, cache_bytes: int) -> dict[int, EngramTable]:
-        """See ``DeepseekV41Source``."""
+    def tables(self, cache_bytes: int | None) -> dict[int, EngramTable]:
+        """See ``DeepseekV41Source``; rows are drawn when they are read."""
         opened: dict[int, EngramTable] = {}
         for layer, weight in zip(self._layers, self._tables, strict=True):
             drawn = Drawn(weight, self._seed)
