@@ -19,7 +19,18 @@ from typing import Literal
 
 import torch
 
-from .grids import E2M1_MAX, E4M3_MAX, from_e2m1, from_ue8m0, pack_pairs, to_e2m1, to_e4m3, ue8m0_of, unpack_pairs
+from .grids import (
+    E2M1_MAX,
+    E4M3_MAX,
+    from_e2m1,
+    from_ue8m0,
+    pack_pairs,
+    power_of_two_scale,
+    to_e2m1,
+    to_e4m3,
+    ue8m0_of,
+    unpack_pairs,
+)
 
 
 @dataclass(frozen=True)
@@ -114,5 +125,10 @@ def decode_rows(records: torch.Tensor, form: RowFormat, width: int, dtype: torch
 
 def fake_quantise(x: torch.Tensor, form: RowFormat) -> torch.Tensor:
     """``decode_rows(encode_rows(x))`` in the dtype of ``x``, bit for bit, without the bytes."""
+    if form.scale == "ue8m0" and form.element == "e4m3":
+        # every product of quantised weights goes through here, so the scale is not taken apart to a byte and put together again
+        blocks = x.float().unflatten(-1, (-1, form.block))
+        scale = power_of_two_scale(blocks.abs().amax(-1, keepdim=True).clamp_min(form.floor), form.element_max)
+        return (to_e4m3(blocks / scale).float() * scale).flatten(-2).to(x.dtype)
     elements, _, scale = _quantise(x, form)
     return _values(elements, scale, form).to(x.dtype)

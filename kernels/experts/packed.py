@@ -22,6 +22,8 @@ from .gathered import gathered_mlp
 
 DENSE_EXPERTS = 32
 """Up to so many experts all compute every row."""
+_INNER_AT_ONCE = 1 << 22
+"""Numbers of inner rows, over several experts, that exist at once."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,16 @@ def expert_mlp(
             total += made[:, number]
         return total
     total = torch.zeros(u.shape, dtype=torch.float32, device=u.device)
-    for expert, place in enumerate(places):
-        mine = ids == expert
+    together = max(1, _INNER_AT_ONCE // max(u.shape[0] * bank.products[0][1].in_features, 1))
+    for first in range(0, len(places), together):
+        group = range(first, min(first + together, len(places)))
+        mine = torch.stack([ids == expert for expert in group])  # [experts, T, k]
         weight = torch.where(mine, weights, 0.0).sum(-1, keepdim=True)  # one term at most is not 0
-        out = gated_mlp(u, *bank.products[place], limit, weight, form, weight_first)
-        total += torch.where(mine.any(-1, keepdim=True), out, 0.0)
+        chosen = mine.any(-1, keepdim=True)
+        # what is done to single numbers is done for all of them in one go: small steps cost what their operations cost to start
+        made = torch.stack([bank.products[places[expert]][0](u) for expert in group])
+        rows = _inner(made, u.dtype, limit, weight if weight_first else None, form)
+        for number, expert in enumerate(group):
+            out = bank.products[places[expert]][1](rows[number]).float()
+            total += torch.where(chosen[number], out if weight_first else out * weight[number], 0.0)
     return total

@@ -24,11 +24,10 @@ def row_quantum(device: torch.device) -> int:
 
 def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Sum over ``dim`` as a binary tree over the index, padded with zeros to a power of two."""
-    size = x.shape[dim]
+    size, every_second = x.shape[dim], torch.ops.aten.slice.Tensor
     while size > 1:
-        half = size // 2
-        pairs = x.narrow(dim, 0, 2 * half).unflatten(dim, (half, 2))
-        added = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)
+        even = size - size % 2
+        added = every_second(x, dim, 0, even, 2) + every_second(x, dim, 1, even, 2)
         x = torch.cat((added, x.narrow(dim, size - 1, 1)), dim) if size % 2 else added
         size = x.shape[dim]
     return x.squeeze(dim)
