@@ -163,9 +163,9 @@ def queries(count: int, device: str, seed: int) -> tuple[torch.Tensor, torch.Ten
 
 def exact_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """``[T, n]`` in float64."""
-    total = torch.zeros(q.shape[0], keys.shape[0], dtype=torch.float64, device=q.device)
+    total, across = torch.zeros(q.shape[0], keys.shape[0], dtype=torch.float64, device=q.device), keys.double().T.contiguous()
     for head in range(q.shape[1]):
-        total += weights[:, head, None].double() * (q[:, head].double() @ keys.double().T).relu()
+        total += weights[:, head, None].double() * (q[:, head].double() @ across).relu_()
     return total
 
 
