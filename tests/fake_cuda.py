@@ -53,6 +53,7 @@ class FakeCuda(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: dict[int, torch.Tensor] = {}
         self._landed = landed
+        self.times_pinned = 0  # page-locked memory taken
         self.copies: list[tuple[str, int]] = []  # (direction, bytes) of each copy between host and device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,6 +98,7 @@ class FakeCuda(TorchDispatchMode):
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        self.times_pinned += 1
         return tensor
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:

@@ -100,6 +100,20 @@ def test_without_drafts_only_ids_are_filled_in(device: str) -> None:
     assert rows.pos is pos and rows.slots is slots and rows.seq_len is pos
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_rows_in_order_are_what_was_drawn_unless_drafts_were(drafted: bool, device: str) -> None:
+    def on(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    pos = on(4, 9, dtype=torch.int64)
+    rows = StepRows(on(-1, -2), pos, [pos], on(5, 10), pos + 1, torch.ones(2, 4, dtype=torch.int32, device=device))
+    tokens = on(7, 8, 9)  # of the third nothing is wanted: its sequence ends
+    before = StepTokens(tokens, on(0, 1, 2, 3), on(1, 1, 1)) if drafted else StepTokens(tokens)
+    resolve(rows, before, on(0, 1), on(0, 1), on(0, 1, 2), on(0, 1, 2), [SlotMap(0, 8, 8)], in_order=True)
+    assert rows.ids.tolist() == [7, 8] and rows.pos.tolist() == [4, 9] and rows.seq_len.tolist() == [5, 10]
+    assert (rows.ids.data_ptr() == tokens.data_ptr()) is not drafted
+
+
 @pytest.mark.parametrize("before", [None, StepTokens(torch.empty(0, dtype=torch.int32))])
 def test_after_a_failed_step_ids_are_tokens_of_some_kind(before: StepTokens | None) -> None:
     x = torch.tensor([3])

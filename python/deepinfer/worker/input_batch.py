@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from deepinfer.models.base import ForwardBatch, StateRows
@@ -27,6 +28,7 @@ class InputBatch:
         self.table = torch.zeros((num_slots, columns), dtype=torch.int32, device=device)
         self._page_tokens = page_tokens
         self._slot_maps = list(slot_maps)
+        self._counting = np.arange(num_slots, dtype=np.int32)
 
     def apply_deltas(self, slot: RingSlot, header: Header) -> None:
         """Stores this step's (row, column, page) triples; no cell is named twice in a step, so their order is free."""
@@ -46,7 +48,7 @@ class InputBatch:
         if self._page_tokens is not None:
             table = table[:, : max(1, -(-header.max_len // self._page_tokens))]
         step = StepRows(
-            ids=d["ids"][:rows].long(),
+            ids=d["ids"][:rows],
             pos=d["pos"][:rows].long(),
             slots=[d[f"slots{j}"][:rows].long() for j in range(len(self._slot_maps))],
             seq_len=d["seq_len"][:n],
@@ -55,9 +57,10 @@ class InputBatch:
         )
         if header.unresolved:
             offsets = d["cu_q"][: n + 1], d["sample_off"][: n + 1]
-            resolve(step, before, d["prev_seq"][:n], d["source_row"][:n], *offsets, self._slot_maps)
+            in_order = rows == n and np.array_equal(slot.a["source_row"][:n], self._counting[:n])
+            resolve(step, before, d["prev_seq"][:n], d["source_row"][:n], *offsets, self._slot_maps, in_order)
         batch = ForwardBatch(
-            ids=step.ids,
+            ids=step.ids.long(),
             pos=step.pos,
             slots=step.slots,
             cu_q=d["cu_q"][: n + 1],

@@ -40,8 +40,8 @@ class StepTokens:
 class StepRows:
     """A step's rows on the device, as planned; :func:`resolve` replaces what was not known.
 
-    ``ids``, ``pos`` int64 ``[T]``; ``slots`` one int64 ``[T]`` per slot map; ``seq_len`` int32 ``[n]``; ``rng_pos`` int64 ``[R]``;
-    ``table`` int32 ``[n, W]``, the sequences' rows of the block table with this step's deltas applied.
+    ``ids`` int32 or int64 ``[T]``; ``pos`` int64 ``[T]``; ``slots`` one int64 ``[T]`` per slot map; ``seq_len`` int32 ``[n]``;
+    ``rng_pos`` int64 ``[R]``; ``table`` int32 ``[n, W]``, the sequences' rows of the block table with this step's deltas applied.
     """
 
     ids: torch.Tensor
@@ -68,6 +68,7 @@ def resolve(
     cu_q: torch.Tensor,
     sample_off: torch.Tensor,
     maps: Sequence[SlotMap],
+    in_order: bool = False,
 ) -> None:
     """Replaces placeholders, and shifts positions where drafts of the preceding step were rejected.
 
@@ -78,11 +79,16 @@ def resolve(
         source: int32 ``[n]``, last sampling row of each sequence in the preceding step; not read where ``prev_seq`` is −1.
         cu_q: int32 ``[n + 1]``; ``sample_off`` int32 ``[n + 1]``.
         maps: one per entry of ``rows.slots``.
+        in_order: each sequence has one row, all are unresolved and ``source`` is 0, 1, 2, …: the usual step while all decode. Without
+            drafts before it what was drawn is then taken as it is, which costs no operation.
     """
     if before is None or not before.tokens.numel():
         rows.ids = rows.ids.clamp(min=0)
         return
     if before.accepted is None or before.sample_off is None:
+        if in_order:
+            rows.ids = before.tokens[: len(rows.ids)]
+            return
         _fill_ids(rows, before.tokens, prev_seq, source, cu_q)
         return
     offsets = before.sample_off
@@ -99,7 +105,7 @@ def resolve(
 
 
 def _fill_ids(rows: StepRows, tokens: torch.Tensor, prev_seq: torch.Tensor, source: torch.Tensor, cu_q: torch.Tensor) -> None:
-    drawn = tokens[source.long().clamp(0, len(tokens) - 1)].long()
+    drawn = tokens.index_select(0, source.clamp(0, len(tokens) - 1)).to(rows.ids.dtype)
     if len(prev_seq) == len(rows.ids):  # one row each: the sequences are the rows
         rows.ids = torch.where(prev_seq >= 0, drawn, rows.ids)
         return
