@@ -86,14 +86,16 @@ def resolve_architecture(architecture: str) -> type[LoadableModel]:
         near = difflib.get_close_matches(architecture, known, n=1, cutoff=0.0)
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not in deepinfer.models.registry; nearest match: {near[0] if near else 'none'}; "
-            f"known: {', '.join(known)}; add one with register_model(architecture, 'module:Class')"
+            f"known: {', '.join(known)}; add one with register_model(architecture, 'module:Class') "
+            "or by a package with an entry point (docs/adding-a-model.md)"
         )
     module, _, name = target.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # a module of somebody else's may raise anything while it is imported
+        said = " ".join(str(error).split())
         raise UnsupportedModelError(
-            f"architecture {architecture!r} is registered as {target!r}, which cannot be imported: {type(error).__name__}: {error}"
+            f"architecture {architecture!r} is registered as {target!r}, which cannot be imported: {type(error).__name__}: {said}"
         ) from error
     return check_class(target, found)
 
