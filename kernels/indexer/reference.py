@@ -5,7 +5,8 @@ exact zeros) go to the lower entry. Two levels: one layer also picks the best bl
 later layers select within them.
 
 Rows of a sequence are computed in tiles of up to 16 that share the keys they read; which tile belongs to which sequence is
-found on the device. A score is a product of fixed depth and a sum over heads in a fixed tree, so no tile changes its bits.
+found on the device. A score is a product of fixed depth and a sum over heads in a fixed tree, so no tile changes its bits
+(``census`` checks what that takes of the library).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from ..cache_rows import PagedRows, StepRows
 from ..paged_attention import row_quantum, tree_sum
 from ..top_k import top_k
+from .census import ROW_TILE, row_tile
 
-_ROW_TILE = 16
 _SELECT_AT_ONCE = 1 << 24  # scores of whole rows held at once
 
 
@@ -26,14 +27,14 @@ def _sizes(device: torch.device) -> tuple[int, int]:
     return (512, 1 << 20) if device.type == "cpu" else (4096, 1 << 27)
 
 
-def _row_tiles(step: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_tiles(step: StepRows, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles of rows of one sequence: rows int64 ``[m, r]`` (``T`` where the tile has none) and the sequence ``[m]``.
 
-    ``m`` is a bound from host sizes; tiles beyond the needed ones are empty.
+    ``r ≤ most``; ``m`` is a bound from host sizes; tiles beyond the needed ones are empty.
     """
     total, sequences, device = step.rows, step.sequences, step.pos.device
     size = 1
-    while size < _ROW_TILE and 2 * size * sequences <= total:
+    while size < most and 2 * size * sequences <= total:
         size *= 2
     if size == 1:
         return torch.arange(total, device=device)[:, None], step.row_seq
@@ -67,7 +68,7 @@ def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: PagedRows, step: 
     ``q`` ``[T, h, di]`` and ``weights`` ``[T, h]`` of any float dtype (rotated, rounded and scaled by the caller), ``keys`` of width
     ``di``, ``bound`` at least the largest number of visible entries. Memory grows with ``T * bound``: see ``select_entries``.
     """
-    rows, sequence = _row_tiles(step)
+    rows, sequence = _row_tiles(step, row_tile(q.device, *q.shape[1:]))
     out = q.new_full((step.rows + 1, bound), -torch.inf, dtype=torch.float32)  # the last row takes what tiles lack
     q, weights = q.float(), weights.float()
     most_keys, most_scores = _sizes(q.device)
@@ -156,8 +157,8 @@ def select_entries(
         pool = None if keep is None else torch.arange(0, columns * block, block, device=q.device) < visible
         return _listed(torch.where(seen, entry, bound), bound, k), pool
     selected, pools = [], []
-    at_once = max(_ROW_TILE, _SELECT_AT_ONCE // bound)
-    for first in range(0, step.rows, at_once):
+    at_once = max(ROW_TILE, _SELECT_AT_ONCE // bound)
+    for first in range(0, max(step.rows, 1), at_once):
         part = step.part(first, min(first + at_once, step.rows))
         rows = slice(first, first + part.rows)
         scores = index_scores(q[rows], weights[rows], keys, part, ratio, bound)

@@ -7,7 +7,7 @@ import torch
 
 from deepinfer.kernels.block_formats import MXFP4_ROWS
 from deepinfer.kernels.cache_rows import RowKind
-from deepinfer.kernels.indexer import candidate_blocks, index_scores, select_entries, select_top
+from deepinfer.kernels.indexer import candidate_blocks, index_scores, safe_row_tile, select_entries, select_top
 from deepinfer.kernels.top_k import top_k
 from ragged_kit import Pages, Work, schedules
 
@@ -123,3 +123,35 @@ def test_few_entries_are_all_selected_without_scores(device: str) -> None:
     slow, _ = select_entries(q, w, pages.of([0]), step, 1, 26, 24, 4, blocks=torch.nn.functional.pad(some, (0, 2)))
     fast, _ = select_entries(q, w, pages.of([0]), step, 1, 20, 24, 4, blocks=some)
     assert torch.equal(slow, fast) and fast[19].tolist() == [0, 1, 2, 3, *range(8, 20)] + [-1] * 8
+
+
+def test_tiles_shrink_where_a_library_mixes_bits(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A product that computes many rows in another order is found by the census; the tiles it leaves keep the bits."""
+    from deepinfer.kernels.indexer import census
+
+    where, real = torch.device(device), torch.bmm
+    assert safe_row_tile(where, HEADS, WIDTH) == 16
+    quantum = census.row_quantum(where)
+
+    def moody(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = real(a, b)
+        return out * (1 + 1e-6) if a.shape[1] > 4 * max(HEADS, quantum) else out
+
+    monkeypatch.setattr(census, "_found", {})
+    monkeypatch.setattr(torch, "bmm", moody)
+    found = safe_row_tile(where, HEADS, WIDTH)
+    assert found == 4 * max(HEADS, quantum) // HEADS
+    pages = Pages(KINDS["plain"], [random_rows(64, WIDTH)], 16, device)
+    q, w = random_rows(64, HEADS, WIDTH, seed=1).to(device), random_rows(64, HEADS, seed=2).to(device)
+    step = Work(((0, 0, 64),)).rows([1], device)
+    tiled = index_scores(q, w, pages.of([0]), step, 1, 64)
+    assert torch.equal(tiled[63:], index_scores(q[63:], w[63:], pages.of([0]), step.part(63, 64), 1, 64))
+
+
+def test_a_step_without_rows_selects_nothing(device: str) -> None:
+    """Most chunks of a prompt leave no row to the decoder when prefill is truncated."""
+    pages = Pages(KINDS["plain"], [random_rows(64, WIDTH)], 16, device)
+    step = Work(((0, 5, 5),)).rows([1], device)
+    q, w = torch.zeros(0, HEADS, WIDTH, device=device), torch.zeros(0, HEADS, device=device)
+    selected, pool = select_entries(q, w, pages.of([0]), step, 1, 64, 5, 4, 6)
+    assert selected.shape == (0, 5) and pool is not None and pool.shape == (0, 16)

@@ -132,3 +132,14 @@ def test_draft_rows_see_the_ring_and_their_whole_block(device: str) -> None:
         seen = stored[sequence, max(0, last[sequence] - WINDOW + 1) : last[sequence] + 1].float()
         exact = plainly(q[row].cpu(), torch.cat((seen, kind.store(block)[sequence].float())).cpu(), sink.cpu(), 0.25)
         torch.testing.assert_close(out[row].double().cpu(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_without_rows(device: str) -> None:
+    """Most chunks of a prompt leave no row to the decoder when prefill is truncated; its rings stay as they are."""
+    kind = kinds("packed")[0]
+    step = Work(((0, 5, 5), (1, 9, 9))).rows([1, 2], device)
+    ring = torch.ones(3, RING, *kind.shape, dtype=torch.uint8, device=device)
+    window = WindowRows(WindowPlan(step, WINDOW, RING), ring, kind.store(torch.zeros(0, WIDTH, device=device)), kind)
+    out = two_source_attention(torch.zeros(0, HEADS, WIDTH, device=device), window, None, None, torch.zeros(HEADS, device=device), 0.1)
+    window.store()
+    assert out.shape == (0, HEADS, WIDTH) and bool((ring == 1).all())
