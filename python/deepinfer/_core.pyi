@@ -303,14 +303,17 @@ class Core:
         produced: int = 0,
         n: int = 1,
         user: int = 0,
+        arrival: int = 0,
     ) -> list[int]:
         """Checks, hashes and queues a request; gives one handle for each of ``n`` sequences.
 
         ``tokens`` is a sequence of ints or a one-dimensional buffer of 32- or 64-bit integers. ``extras`` are
         ``("image" | "adapter" | number, position, identity)`` that the KV depends on beside the tokens, by position. Smaller
-        ``priority`` is served first. ``stream`` has every step's tokens notified, not the last only. A sequence with ``grammar``
-        waits for ``grammar_ready``. The last ``produced`` of ``tokens`` are output already, made elsewhere: ``max_new_tokens``,
-        ``min_new_tokens``, ``output_tokens`` and every count of outputs include them, and the prompt is what comes before them.
+        ``priority`` is served first, and among equals the smaller ``arrival``, which is 0 for one that stands behind all that came so
+        far, and that of the first run for one that is run again. ``stream`` has every step's tokens notified, not the last only. A
+        sequence with ``grammar`` waits for ``grammar_ready``. The last ``produced`` of ``tokens`` are output already, made elsewhere:
+        ``max_new_tokens``, ``min_new_tokens``, ``output_tokens`` and every count of outputs include them, and the prompt is what comes
+        before them.
 
         A request with ``wait_kv`` that is turned away is named by ``drain_remote_releases`` like one that ended.
 

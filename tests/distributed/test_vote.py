@@ -280,3 +280,72 @@ def test_other_threads_may_ask_the_core_while_a_round_waits() -> None:
     with pytest.raises(EngineDeadError):
         driver.core.set_vote(Alone())
     assert _core.VOTE_WORDS == 8
+
+
+WITHIN = """
+import gc, sys, threading
+from core_driver import Driver, prompt
+from deepinfer.errors import StepOrderError
+
+class Vote:
+    calls, refused, core = [], [], None
+    def start(self, words): self.words = words
+    def wait(self):
+        for call in self.calls:
+            try:
+                call()
+            except StepOrderError as e:
+                self.refused.append("called the core" in str(e))
+        gc.collect()  # whoever is a cycle ends here, with the scheduler in this thread's hands
+        return self.words
+    def close(self): pass
+
+class Ends:
+    said = []
+    def __init__(self, core):
+        self.core, self.me = core, self
+    def __del__(self):
+        try:
+            self.core.stats()
+        except StepOrderError as e:
+            self.said.append(str(e))
+        self.core.abort(2**40)  # what only posts a message may be called
+
+driver, vote = Driver(), Vote()
+core = driver.core
+core.set_vote(vote)
+handle = core.add(prompt(5), max_new_tokens=3)[0]
+vote.calls = [core.stats, core.counts, core.check, core.metrics, core.close, core.flush]
+vote.calls += [lambda: core.schedule(1), lambda: core.complete(0, 1), lambda: core.release(handle)]
+vote.calls += [lambda: core.info(handle), lambda: core.set_vote(Vote())]
+Ends(core)
+gc.disable()
+made = sum(row[4] for _ in range(2) for row in driver.step() or [])
+print(len(vote.refused) >= len(vote.calls) and all(vote.refused), len(Ends.said), flush=True)
+vote.calls = []
+made += sum(row[4] for _ in range(8) for row in driver.step() or [])
+print(made, core.check(), flush=True)
+
+# Closing from another thread waits for the round without keeping the interpreter from it.
+inside, go = threading.Event(), threading.Event()
+vote.calls = [inside.set, lambda: go.wait(20)]
+core.add(prompt(5), max_new_tokens=3)
+stepping = threading.Thread(target=driver.step)
+stepping.start()
+assert inside.wait(20)
+closing = threading.Thread(target=core.close)
+closing.start()
+closing.join(0.1)
+go.set()
+stepping.join(20), closing.join(20)
+print(stepping.is_alive(), closing.is_alive(), flush=True)
+"""
+
+
+def test_a_round_that_calls_its_own_core_is_told_and_waits_for_nothing() -> None:
+    """Also a finalizer that happens to run in it; and another thread that closes the core meanwhile."""
+    path = os.pathsep.join([str(Path(deepinfer.__file__).parent.parent), str(HERE.parent), *sys.path])
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHIN], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.stdout.split("\n")[:3] == ["True 1", "3 None", "False False"], ran.stdout + ran.stderr[-2000:]

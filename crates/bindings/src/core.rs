@@ -1,6 +1,7 @@
 //! `Core`: the scheduler and its inbox. One lock around the scheduler, none around the inbox.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use deepinfer_scheduler::{
@@ -40,11 +41,46 @@ pub struct Core {
     inner: Mutex<Option<Inner>>,
     inbox: Inbox,
     pub vocab: u32,
+    /// The thread that has the scheduler, 0 = none. Python runs under the lock in a round of a rank group, and may come back here.
+    holder: AtomicUsize,
     /// What a panic said; nothing is called any more then.
     fault: OnceLock<String>,
 }
 
+/// A number of this thread; no other living thread has it.
+fn this_thread() -> usize {
+    thread_local!(static PLACE: u8 = const { 0 });
+    PLACE.with(|place| std::ptr::from_ref(place).addr())
+}
+
+/// Notes for its lifetime that this thread has the scheduler.
+struct Holding<'a>(&'a AtomicUsize);
+
+impl<'a> Holding<'a> {
+    fn new(holder: &'a AtomicUsize) -> Self {
+        // Each thread looks for its own number only, which nobody else writes.
+        holder.store(this_thread(), Ordering::Relaxed);
+        Self(holder)
+    }
+}
+
+impl Drop for Holding<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Relaxed);
+    }
+}
+
 impl Core {
+    /// A call from within a call would wait for itself.
+    fn not_from_within(&self, py: Python<'_>) -> PyResult<()> {
+        if self.holder.load(Ordering::Relaxed) == this_thread() {
+            let said = "a round of the rank group, or a finalizer that ran in it, called the core that waits for the round; \
+                        call it after the step";
+            return Err(error::named(py, "StepOrderError", said.to_owned()));
+        }
+        Ok(())
+    }
+
     fn dead(&self, py: Python<'_>) -> PyErr {
         let message = match self.fault.get() {
             Some(fault) => format!("the core stopped after a fault: {fault}"),
@@ -78,7 +114,13 @@ impl Core {
     pub fn with<T>(&self, py: Python<'_>, f: impl FnOnce(&mut Inner) -> T) -> PyResult<T> {
         // A poisoned lock is a fault that `caught` has noted already. Whoever has the scheduler may need the interpreter for a
         // round of its rank group.
-        self.caught(|| self.inner.lock_py_attached(py).ok()?.as_mut().map(f)).ok_or_else(|| self.dead(py))
+        self.not_from_within(py)?;
+        let run = || {
+            let mut inner = self.inner.lock_py_attached(py).ok()?;
+            let _holding = Holding::new(&self.holder);
+            inner.as_mut().map(f)
+        };
+        self.caught(run).ok_or_else(|| self.dead(py))
     }
 
     /// The same for what can be refused.
@@ -92,7 +134,13 @@ impl Core {
         py: Python<'_>,
         f: impl FnOnce(&mut Inner) -> Result<T, E> + Send,
     ) -> PyResult<T> {
-        match py.detach(|| self.caught(|| self.inner.lock().ok()?.as_mut().map(f))) {
+        self.not_from_within(py)?;
+        let run = || {
+            let mut inner = self.inner.lock().ok()?;
+            let _holding = Holding::new(&self.holder);
+            inner.as_mut().map(f)
+        };
+        match py.detach(|| self.caught(run)) {
             Some(Ok(value)) => Ok(value),
             Some(Err(refused)) => Err(error::raise(py, &refused)),
             None => Err(self.dead(py)),
@@ -146,6 +194,7 @@ impl Core {
                 owners: Vec::new(),
             })),
             vocab: config.config.limits.vocab_size,
+            holder: AtomicUsize::new(0),
             fault: OnceLock::new(),
         })
     }
@@ -183,7 +232,7 @@ impl Core {
     #[pyo3(signature = (
         tokens, *, max_new_tokens, min_new_tokens = 0, eos_ids = Vec::new(), stop_ids = Vec::new(), ignore_eos = false,
         priority = 0, salt = Vec::new(), extras = Vec::new(), stream = false, prompt_logprobs = false, grammar = false,
-        wait_kv = false, hold = false, produced = 0, n = 1, user = 0
+        wait_kv = false, hold = false, produced = 0, n = 1, user = 0, arrival = 0
     ))]
     // One keyword for each property of a request.
     #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools)]
@@ -207,6 +256,7 @@ impl Core {
         produced: u32,
         n: u32,
         user: u64,
+        arrival: u64,
     ) -> PyResult<Vec<u64>> {
         let converted = prepared::extras(extras).and_then(|e| Ok((e, prepared::tokens(tokens, self.vocab)?)));
         if wait_kv && converted.is_err() {
@@ -222,6 +272,7 @@ impl Core {
             stop_ids,
             ignore_eos,
             priority,
+            arrival,
             salt,
             extras,
             flags: PrepFlags { stream, prompt_logprobs, grammar, wait_kv, hold },
@@ -432,13 +483,19 @@ impl Core {
         self.with(py, |_| panic!("{message}"))
     }
 
-    fn close(&self, py: Python<'_>) {
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.not_from_within(py)?;
+        // Whoever has the scheduler may need the interpreter for a round of its rank group.
+        let taken = self
+            .inner
+            .lock_py_attached(py)
+            .map_or_else(|poisoned| poisoned.into_inner().take(), |mut inner| inner.take());
         // The scheduler drops outside of the interpreter lock, the memory's owners inside of it.
-        let taken = self.inner.lock().map_or_else(|poisoned| poisoned.into_inner().take(), |mut inner| inner.take());
         if let Some(inner) = taken {
             let Inner { scheduler, owners, .. } = inner;
             py.detach(|| drop(scheduler));
             drop(owners);
         }
+        Ok(())
     }
 }

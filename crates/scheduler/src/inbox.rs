@@ -211,7 +211,7 @@ impl Shared {
             lane_stops,
             stops,
             priority: p.priority,
-            arrival: 0,
+            arrival: p.arrival,
             fork,
             class: Class::New,
             hasher: own.cloned(),

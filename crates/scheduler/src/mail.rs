@@ -42,10 +42,9 @@ impl Scheduler {
 
     fn add(&mut self, seq: Seq, mut cold: Box<Cold>) {
         let parent = cold.parent.and_then(|p| self.seqs.get(p)).map(|p| p.arrival);
-        cold.arrival = parent.unwrap_or_else(|| {
-            self.arrivals += 1;
-            self.arrivals
-        });
+        let given = Some(cold.arrival).filter(|&arrival| arrival > 0);
+        cold.arrival = parent.or(given).unwrap_or(self.arrivals.saturating_add(1));
+        self.arrivals = self.arrivals.max(cold.arrival);
         cold.times.arrived = self.now;
         self.metrics.added += 1;
         self.live += 1;

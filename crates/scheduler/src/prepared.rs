@@ -39,6 +39,8 @@ pub struct Prepared {
     pub ignore_eos: bool,
     /// Smaller is served first and preempted last.
     pub priority: i32,
+    /// Place among requests of its priority, smaller first: that of an earlier run keeps it. 0 = behind all that came so far.
+    pub arrival: u64,
     /// Tenant salt of the hash chain.
     pub salt: Vec<u8>,
     /// What else the KV of this request depends on, for every block.

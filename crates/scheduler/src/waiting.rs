@@ -3,7 +3,8 @@
 use deepinfer_kvindex::Seq;
 use std::collections::BTreeSet;
 
-/// Place in the queue: priority, preempted before never started, arrival. Arrival is never given anew.
+/// Place in the queue: priority, preempted before never started, arrival. Arrival is never given anew, nor in another run of
+/// the same request whose caller says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Place {
     pub priority: i32,

@@ -138,6 +138,34 @@ fn order_is_priority_then_preempted_then_arrival_and_a_preempted_sequence_keeps_
 }
 
 #[test]
+fn a_given_arrival_is_the_place_among_equals_and_later_ones_come_behind_it() {
+    let mut rig = Rig::new(&config(16, 40, 1, 256));
+    let mut add = |family: u64, arrival: u64, priority: i32, forks: u32| {
+        let prepared = Prepared { arrival, priority, forks, ..Prepared::new(prompt(family, 10), 4) };
+        rig.submit(&prepared, family as usize as u64).unwrap()
+    };
+    let running = add(1, 30, 0, 1)[0];
+    let (late, plain, again) = (add(2, 31, 0, 1)[0], add(3, 0, 0, 1)[0], add(4, 7, 0, 2));
+    let (behind, urgent) = (add(5, 0, 0, 1)[0], add(6, 99, -1, 1)[0]);
+    let after_urgent = add(7, 0, 0, 1)[0];
+    let mut order = Vec::new();
+    for _ in 0..200 {
+        if !rig.step() {
+            break;
+        }
+        for seq in [running, late, plain, again[0], again[1], behind, urgent, after_urgent] {
+            if rig.status(seq) == Some(Status::Running) && !order.contains(&seq) {
+                order.push(seq);
+            }
+        }
+    }
+    // Whoever runs when the others come has the smallest priority and arrival of those that were there.
+    assert_eq!(order, [urgent, again[0], again[1], running, late, plain, behind, after_urgent]);
+    rig.run(1);
+    rig.verify_streams(256);
+}
+
+#[test]
 fn decode_gaps_stay_bounded_under_endless_arrivals() {
     let mut rig = Rig::new(&config(16, 200, 8, 32));
     let seqs: Vec<Seq> = (0..4).map(|i| rig.add_long(&prompt(i, 20), 100)).collect();
