@@ -48,8 +48,8 @@ class LocalTransport:
         self.shelf = shelf
         self.gate = threading.Event()
         self.gate.set()
-        self.break_offer: Exception | None = None
-        self.break_pull: Exception | bytes | None = None
+        self.break_offer: BaseException | None = None
+        self.break_pull: BaseException | bytes | None = None
 
     def offer(self, meta: bytes, segments: Sequence[torch.Tensor], lease_s: float) -> bytes:
         self.gate.wait(30)
@@ -63,7 +63,7 @@ class LocalTransport:
     def pull(self, ticket: bytes, into: Sequence[torch.Tensor]) -> bytes:
         self.gate.wait(30)
         self.shelf.pulls[ticket] += 1
-        if isinstance(self.break_pull, Exception):
+        if isinstance(self.break_pull, BaseException):
             raise self.break_pull
         with self.shelf.lock:
             found = self.shelf.offers.get(ticket)

@@ -6,6 +6,7 @@ Owns: the front ends. Never touches: tensors, scheduling, HTTP. `LLM` drives an 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
@@ -108,7 +109,8 @@ class LLM:
         self._outputs = OutputProcessor(text.tokenizer)
         self._made: list[RequestOutput] = []  # outputs not yet given out: whoever drives the engine may make those of others
         self._streams: set[str] = set()  # requests whose outputs a stream() iterator takes
-        self._lock = threading.RLock()  # one turn of one thread
+        self._turn = threading.RLock()  # one turn of one thread
+        self._process = os.getpid()
         self.max_num_seqs: int = self._engine.run.max_num_seqs
 
     # What it is
@@ -116,6 +118,16 @@ class LLM:
     def __repr__(self) -> str:
         state = "closed" if self._engine is None else f"{len(self._outputs)} unfinished"
         return f"LLM({self.config.model!r}, max_model_len={self.max_model_len}, {state})"
+
+    @property
+    def _lock(self) -> threading.RLock:
+        """What a thread holds for a turn. In a fork nobody may wait for it: whoever held it has not come along."""
+        if os.getpid() != self._process:
+            raise EngineDeadError(
+                f"this LLM runs in process {self._process}, of which this one is a fork; "
+                "create another one here, or start processes by 'spawn'"
+            )
+        return self._turn
 
     @property
     def engine(self) -> Engine:
@@ -241,7 +253,7 @@ class LLM:
                     ran = self._advance()
                     taken = self._take(lambda request_id: request_id in wanted)
                 if not ran and not taken:
-                    raise EngineDeadError("the requests were aborted when another thread was interrupted twice; send them again")
+                    raise self._why_lost()
                 done.update((output.request_id, output) for output in taken)
                 bar.update(len(taken))
         return [done[i] for i in ids]
@@ -339,8 +351,13 @@ class LLM:
     def _submit(self, request: EngineRequest, text: str | None, mode: OutputMode) -> None:
         """Ctrl-C waits until both sides know the request, so that it can be aborted."""
         with hold_interrupts(), self._lock:
-            self.engine.add_request(request)
-            self._outputs.add(request, text, mode)
+            engine = self.engine
+            engine.add_request(request)
+            try:
+                self._outputs.add(request, text, mode)
+            except BaseException:
+                engine.abort(request.request_id)  # nobody would take its answer
+                raise
 
     def _advance(self) -> bool:
         """One step, the lock held; False if nothing was left to run, because another thread's turns have finished it.
@@ -353,14 +370,20 @@ class LLM:
                 if not engine.has_unfinished():
                     if not len(self._outputs):
                         return False
-                    raise EngineDeadError(f"the engine has lost {', '.join(self._outputs.ids())}; create another LLM")
+                    raise self._why_lost()
                 self._made += self._outputs.process(engine.step(), engine.stop_at)
                 return True
-        except KeyboardInterrupt:
-            if not engine.has_unfinished():  # a second Ctrl-C came inside the step: the engine has aborted everything
+        except BaseException:
+            if not engine.has_unfinished():  # it came from inside the step: the engine has aborted everything, or is dead
                 for request_id in self._outputs.ids():
                     self._outputs.drop(request_id)
             raise
+
+    def _why_lost(self) -> EngineDeadError:
+        fault = self.engine.fault
+        if fault is not None:
+            return EngineDeadError(f"{fault}; create another LLM")
+        return EngineDeadError("the requests were aborted when another thread was interrupted in the middle of a step; send them again")
 
     def _take(self, mine: Callable[[str], bool]) -> list[RequestOutput]:
         """Outputs of the chosen requests; the rest stays for others."""
@@ -376,6 +399,9 @@ class LLM:
 
     def close(self) -> None:
         """Aborts what runs and gives memory back; idempotent."""
+        if os.getpid() != self._process:  # nothing here is a fork's to end
+            self._engine = None
+            return
         with self._lock:
             engine, self._engine = self._engine, None
             if engine is not None:
@@ -419,7 +445,10 @@ class RequestStream(Iterator[RequestOutput]):
                 with self._llm._lock:
                     self._ready.extend(self._llm._take(lambda request_id: request_id == self._id))
                     if not self._ready and self._id not in self._llm._outputs:
-                        self._end()  # aborted by somebody else
+                        self._end()
+                        if self._llm._engine is not None and self._llm._engine.fault is not None:
+                            raise self._llm._why_lost()
+                        # else aborted by somebody else
                     elif not self._ready:
                         self._llm._advance()
         except BaseException:

@@ -32,6 +32,7 @@ def record(**changes: Any) -> Handover:
         bad_word_ids=((4, 5), (6,)),
         salt=b"\x00\xff",
         priority=-3,
+        order=17,
         stream=True,
         cached_tokens=64,
         ticket=b"ticket",

@@ -47,7 +47,9 @@ def run() -> Iterator[Run[Any]]:
 @pytest.fixture(scope="module", params=["shm", "tcp"])
 def pair(request: pytest.FixtureRequest, run: Run[Any], device: str) -> Iterator[PrefillDecodePair]:
     """A pair for all tests that leave it running."""
-    made = PrefillDecodePair(api_kit.tiny_model(), kv_transfer=request.param, max_reruns=2, max_restarts=50, device=device, **SETTINGS)
+    made = PrefillDecodePair(
+        api_kit.tiny_model(), kv_transfer=request.param, max_reruns=2, max_restarts=50, hang_timeout=60, device=device, **SETTINGS
+    )
     run(made.ready())
     yield made
     pids = made.prompt_pid, made.completion_pid
@@ -224,6 +226,59 @@ def test_a_completion_process_that_hangs_holds_no_block_past_the_lease(pair: Pre
         await at_rest(pair, LEASE + 2)
 
     run(hang())
+
+
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
+@pytest.mark.parametrize("name", ["completion", pytest.param("prompt", marks=pytest.mark.nightly)])
+def test_a_hung_process_is_ended_and_started_again(pair: PrefillDecodePair, run: Run[Any], name: str) -> None:
+    """It is not dead, so nothing but its silence tells; the other one is left alone."""
+
+    async def hang() -> None:
+        want = essence(await last_of(pair.generate("hangs", LONG)))
+        side = pair._completion if name == "completion" else pair._prompt
+        pid = side.line.child.pid
+        others = {pair.prompt_pid, pair.completion_pid} - {pid}
+        side.line._hang_timeout = 2.0  # this life's
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        output = await last_of(pair.generate("hangs", LONG))
+        assert time.monotonic() - began >= 2.0
+        assert essence(output) == want and output.num_reruns == 1
+        assert gone(pid, 2) and others < {pair.prompt_pid, pair.completion_pid}
+        assert side.line._hang_timeout == 60
+        await at_rest(pair, LEASE + 2)
+
+    run(hang())
+
+
+@pytest.mark.parametrize("pair", SHORT, indirect=True)
+def test_an_answer_keeps_its_place_over_its_reruns(pair: PrefillDecodePair, run: Run[Any]) -> None:
+    """What came before it, and what comes while it is made again, cannot pass it."""
+
+    async def kill() -> None:
+        orders: dict[str, set[int]] = {}
+        starts = pair._start_flight
+
+        def noted(flight: Any) -> None:
+            orders.setdefault(f"{flight.request.request_id}/{flight.index}", set()).add(flight.request.order)
+            starts(flight)
+
+        pair._start_flight = noted  # type: ignore[method-assign]
+        try:
+            first = await decoding(pair, "first", LONG)
+            os.kill(pair.completion_pid, signal.SIGKILL)
+            while pair._completion.up:
+                await asyncio.sleep(0)
+            later = asyncio.create_task(last_of(pair.generate("later", PARAMS[2], request_id="later")))
+            outputs = await asyncio.gather(first, later)
+        finally:
+            del pair._start_flight
+        assert outputs[0].num_reruns == 1
+        (own,) = orders.pop(f"{outputs[0].request_id}/0")
+        assert len(orders) == 3 and all(min(found) > own for found in orders.values()) and len(set.union(*orders.values())) == 3
+        await at_rest(pair, LEASE + 2)
+
+    run(kill())
 
 
 def test_without_reruns_the_requests_of_a_dead_process_fail_and_the_others_finish(device: str) -> None:

@@ -357,6 +357,47 @@ def test_room_goes_to_the_oldest(monkeypatch: pytest.MonkeyPatch, device: str) -
         pair.close()
 
 
+def test_a_request_that_is_made_again_keeps_its_place(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """In the queue of the prompt engine, and among those that wait for room in the other one, whatever came meanwhile."""
+    pair = Pair(monkeypatch, device, completion={"max_num_seqs": 1, "num_kv_blocks": 6}, max_num_seqs=1, handover_lease=20.0)
+    try:
+        prompts = random_prompts([40] * 5, seed=5)
+        orders = {"runs": 2, "new": 9, "newer": 10, "again": 4, "first": 3}
+        handed: list[str] = []
+        monkeypatch.setattr(pair, "pass_on", handed.append)
+        for (name, order), prompt in zip(orders.items(), prompts, strict=True):
+            pair.prompt.add_request(request(name, prompt, GREEDY.clone(max_tokens=20), order=order))
+            for _ in range(2 if name == "runs" else 0):
+                pair.step()
+        gone: list[str] = []
+        while len(gone) < len(orders):
+            pair.run(lambda: len(handed) > len(gone))
+            pair.prompt.abort(handed[len(gone)])  # each holds the only slot until it is let go of
+            gone.append(handed[len(gone)])
+        assert handed == ["runs", "first", "again", "new", "newer"]
+        assert [Handover.from_bytes(pair.records[name]).order for name in handed] == sorted(orders.values())
+    finally:
+        pair.close()
+
+    pair = Pair(monkeypatch, device, completion={"max_num_seqs": 1, "num_kv_blocks": 6}, handover_lease=20.0)
+    try:
+        monkeypatch.setattr(pair, "pass_on", lambda _: None)
+        for (name, order), prompt in zip(orders.items(), prompts, strict=True):
+            pair.prompt.add_request(request(name, prompt, GREEDY.clone(max_tokens=20), order=order))
+        pair.run(lambda: len(pair.records) == len(orders))
+        monkeypatch.undo()
+        pair.answers.clear()
+        for name in orders:
+            pair.pass_on(name)
+            for _ in range(2 if name == "runs" else 0):
+                pair.completion.step()
+        pair.run()
+        assert list(pair.answers) == ["runs", "first", "again", "new", "newer"] and not pair.refused
+        pair.check_rest()
+    finally:
+        pair.close()
+
+
 def test_a_request_whose_kv_does_not_come_ends_with_its_lease(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pair = Pair(monkeypatch, device, handover_lease=0.4)
     try:

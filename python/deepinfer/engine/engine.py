@@ -23,7 +23,7 @@ from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
 from deepinfer.engine.hooks import Admission, EngineHooks
-from deepinfer.engine.interrupt import hold_interrupts
+from deepinfer.engine.interrupt import hold_interrupts, to_the_end
 from deepinfer.engine.model_options import block_tokens, configure_model
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
@@ -40,6 +40,7 @@ from deepinfer.errors import (
     HandoverError,
     InvalidRequestError,
     PromptTooLongError,
+    RankGroupError,
     StepFailedError,
 )
 from deepinfer.kernels import KERNEL_SET
@@ -92,6 +93,7 @@ class Engine(EngineHooks):
         resolved: where the checkpoint, its configuration and tokenizer are, as `deepinfer.models.resolve_model` found them.
         counters: totals since the start.
         last_failure: the error of the latest failed step, its cause attached.
+        fault: why the engine has ended by itself, with its cause; ``None`` while it works.
 
     Raises:
         ConfigError, CapacityError, ModelNotFoundError, UnsupportedModelError, CheckpointError: nothing has been allocated then.
@@ -119,6 +121,7 @@ class Engine(EngineHooks):
         self.vocab_size = self.model.vocab_size
         self.counters = EngineCounters()
         self.last_failure: StepFailedError | None = None
+        self.fault: EngineDeadError | None = None
         self._core = _core.Core(self._core_config(paged, state))
         self._runner = self._make_runner(paged, state)
         self._core.register_ring(self._runner.ring.registration())
@@ -277,6 +280,7 @@ class Engine(EngineHooks):
             stream=made.stream,
             salt=made.salt,
             priority=made.priority,
+            order=made.order,
             arrival=time.monotonic(),
             grammar=grammar,
         )
@@ -298,6 +302,8 @@ class Engine(EngineHooks):
                 "leave prompt_logprobs out, or start the engine with yoco_prefill_truncation='off'"
             )
         produced = [] if made is None else list(made.produced)
+        eos = () if p.ignore_eos else request.eos_ids
+        rows = [RowSampling(p, seed, request.prompt_ids, eos, request.bad_word_ids) for seed in request.seeds]
         handles: list[int] = self._core.add(
             request.prompt_ids + produced,
             produced=len(produced),
@@ -314,10 +320,10 @@ class Engine(EngineHooks):
             prompt_logprobs=p.prompt_logprobs is not None,
             grammar=request.grammar is not None,
             n=p.n,
+            arrival=request.order,
         )
         for index, handle in enumerate(handles):
-            row = RowSampling(p, request.seeds[index], request.prompt_ids, () if p.ignore_eos else request.eos_ids, request.bad_word_ids)
-            answer = _Answer(request, index, row, Timing(arrival=request.arrival or time.monotonic()), produced=len(produced))
+            answer = _Answer(request, index, rows[index], Timing(arrival=request.arrival or time.monotonic()), produced=len(produced))
             answer.logprobs = None if p.logprobs is None else []
             if p.prompt_logprobs is not None and index == 0:
                 answer.prompt_logprobs = [None] * len(request.prompt_ids)
@@ -325,13 +331,17 @@ class Engine(EngineHooks):
         self._requests[request.request_id] = list(handles)
         self.counters.requests += 1
         if request.grammar is not None:
-            for handle in handles:
-                self._grammars.add(handle, request.grammar, produced)
+            try:
+                for handle in handles:
+                    self._grammars.add(handle, request.grammar, produced)
+            except BaseException:
+                self.abort(request.request_id)  # its caller has been told that it is not here
+                raise
         return handles[0]
 
     def abort(self, request_id: str) -> None:
         """Ends all answers of a request at once; no delta of it follows. Unknown and finished ids are ignored."""
-        if self._closed:
+        if self._closed or self._forked:
             return
         for handle in self._requests.pop(request_id, ()):
             if self._answers.pop(handle, None) is not None:
@@ -354,14 +364,14 @@ class Engine(EngineHooks):
     def has_unfinished(self) -> bool:
         """Whether a step could make progress: a request has not ended, a step is in flight, or memory of a sequence that was handed
         over has not come back."""
-        if self._closed:
+        if self._closed or self.fault is not None:
             return False
         return bool(self._answers) or self._loop.in_flight > 0 or (self._role is not None and self._role.busy)
 
     def rest(self) -> tuple[int, float] | None:
         """After a step with nothing to run: a descriptor that becomes readable when a hand-over has moved on, and the seconds after
         which to step anyway. ``None``: step on."""
-        if self._closed or self._role is None or not self._idle:
+        if self._closed or self._forked or self._role is None or not self._idle:
             return None
         wake, seconds = self._role.rest()
         lease = self._core.next_lease_ns()
@@ -375,8 +385,12 @@ class Engine(EngineHooks):
         """One turn of the step loop: schedule, launch, complete; see :class:`~deepinfer.engine.step_loop.StepLoop` for their order.
         Gives what there is to tell, often nothing.
 
-        A forward that raises ends the requests of that step with ``"error"``; others go on. An interrupt (Ctrl-C) aborts
-        everything, leaves an empty engine, and is raised again.
+        A forward that raises ends the requests of that step with ``"error"``; others go on. An interrupt (Ctrl-C, SystemExit, whatever
+        is no ``Exception``) aborts everything, leaves an empty engine, and is raised again.
+
+        Raises:
+            RankGroupError: the ranks of a group do not agree; nothing has changed here.
+            EngineDeadError: the engine is closed, or a fault outside of a step's own work ended it and its requests (see ``fault``).
         """
         self._check_open()
         try:
@@ -386,11 +400,32 @@ class Engine(EngineHooks):
             news = self._move_handovers() + self._loop.advance()
             self._log.tick()
             return news
-        except KeyboardInterrupt:
-            with hold_interrupts():  # half of it would leave sequences that nobody knows
-                self._loop.drop_all()
-                self.abort_all()
+        except RankGroupError:
             raise
+        except Exception as e:
+            self._die(e)
+            raise EngineDeadError(str(self.fault)) from e
+        except BaseException:
+            with hold_interrupts():  # half of it would leave sequences that nobody knows
+                self._give_up()
+            raise
+
+    def _die(self, error: Exception) -> None:
+        """Ends everything after an error that belongs to no step: what the engine knows and what the core knows may differ now."""
+        said = str(error) if isinstance(error, EngineDeadError) else f"the engine stopped after a fault: {type(error).__name__}: {error}"
+        self.fault = EngineDeadError(said)
+        self.fault.__cause__ = error
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Aborts everything; a core that cannot even do that is at its end. What interrupts it changes nothing: everything ends anyway."""
+        try:
+            self.abort_all()
+        except Exception as e:
+            if self.fault is None:
+                self._die(e)
+        except BaseException:
+            return
 
     def trace(self, steps: int, path: Path) -> None:
         """Writes a torch profiler trace of the next ``steps`` steps to ``path``, in Chrome's format; says so on stderr."""
@@ -564,11 +599,21 @@ class Engine(EngineHooks):
 
     # Faults and the end
 
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
+
     def abort_all(self) -> None:
-        """Aborts every request and returns all blocks to the pool."""
+        """Aborts every request and returns all blocks to the pool. An interrupt that comes meanwhile takes effect at its end."""
+        try:
+            to_the_end(self._abort_all)
+        finally:
+            self._requests.clear()
+            self._answers.clear()
+
+    def _abort_all(self) -> None:
         for request_id in list(self._requests):
             self.abort(request_id)
-        self._answers.clear()
         self._loop.drop_all()
         while (slot := self._core.schedule(time.monotonic_ns())) >= 0:  # carries out the aborts; nothing is left to plan
             self._core.fail_step(slot)
@@ -601,23 +646,27 @@ class Engine(EngineHooks):
 
     def metrics(self) -> EngineMetrics:
         """Everything that is counted, at this moment."""
+        self._check_process()
         return EngineMetrics.of(self._core)
 
     def core_counts(self) -> _core.Counts:
         """The core's blocks of each group and state slots by state, for metrics and tests."""
+        self._check_process()
         return self._core.counts()
 
     def core_stats(self) -> dict[str, int]:
         """The core's totals since the start (steps, preemptions, hit tokens, …) and its queues now, for metrics and tests."""
+        self._check_process()
         return self._core.stats()
 
     def close(self) -> None:
         """Aborts what runs and releases everything; idempotent."""
-        if self._closed or os.getpid() != self._process:  # a fork has nothing that could end: neither threads nor a device
+        if self._closed or self._forked:  # a fork has nothing that could end: neither threads nor a device
             self._closed = True
             return
-        with suppress(EngineDeadError):  # a core that stopped after a fault has nothing to abort
-            self.abort_all()
+        if self.fault is None:
+            with suppress(EngineDeadError):  # a core that stopped after a fault has nothing to abort
+                self.abort_all()
         self._closed = True
         if self._trace is not None:
             self._trace.stop()
@@ -636,7 +685,12 @@ class Engine(EngineHooks):
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDeadError("the engine is closed; create another one")
-        if os.getpid() != self._process:
+        if self.fault is not None:
+            raise EngineDeadError(f"{self.fault}; create another one")
+        self._check_process()
+
+    def _check_process(self) -> None:
+        if self._forked:  # also what only asks: another thread may have had the core when the process forked
             raise EngineDeadError(
                 f"the engine runs in process {self._process}, of which this one is a fork without its threads; "
                 "create another one here, or start processes by 'spawn'"

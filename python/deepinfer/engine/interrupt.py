@@ -1,15 +1,18 @@
-"""Ctrl-C between steps instead of inside one.
+"""Ctrl-C between steps instead of inside one, and what must come to its end whatever interrupts it.
 
-Owns: holding back SIGINT for the length of a block. Never touches: anything else.
+Owns: holding back SIGINT for the length of a block, and starting again after an interrupt. Never touches: anything else.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_TRIES = 100
+"""Starts of work that is interrupted each time; more than a hand on the keyboard makes."""
 
 
 @contextmanager
@@ -36,3 +39,22 @@ def hold_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if held:
             before(signal.SIGINT, held[0])
+
+
+def to_the_end(work: Callable[[], None]) -> None:
+    """Runs work that can be run again from its start until it has come to its end.
+
+    What is no ``Exception`` (Ctrl-C, SystemExit, whatever a signal handler raises) is put off: the first of these is raised afterwards.
+    """
+    first: BaseException | None = None
+    for _ in range(_TRIES):
+        try:
+            work()
+        except Exception:
+            raise
+        except BaseException as e:
+            first = first or e
+        else:
+            break
+    if first is not None:
+        raise first

@@ -59,6 +59,8 @@ class EngineRequest:
         stream: send a delta per step. Requests with stop strings are streamed too, whoever reads them.
         salt: tenant salt of the prefix chain.
         priority: smaller is served first.
+        order: place among requests of one priority, smaller first: a request that is made again keeps that of its first run. 0 = behind
+            all that the engine has seen.
         arrival: ``time.monotonic()`` of submission.
         grammar: makes the matcher of one answer; called once for each. Must pickle if the engine lives in another process.
     """
@@ -73,6 +75,7 @@ class EngineRequest:
     stream: bool = False
     salt: bytes = b""
     priority: int = 0
+    order: int = 0
     arrival: float = 0.0
     grammar: Callable[[], Grammar] | None = None
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from deepinfer import _core
 from deepinfer.engine.request import SequenceDelta
-from deepinfer.errors import StepFailedError, StepOrderError
+from deepinfer.errors import EngineDeadError, StepFailedError, StepOrderError
 from deepinfer.speculative import Drafting
 from deepinfer.worker.device_queue import StepTimes
 from deepinfer.worker.runner import ModelRunner, Step, StepResult
@@ -113,6 +113,7 @@ class StepLoop:
         self._core, self._runner, self._depth, self._owner, self._counters = core, runner, depth, owner, counters
         self.drafting = drafting
         self._flight: deque[Launched] = deque()
+        self._news: list[SequenceDelta] = []  # of a turn that raised before it could tell
         self._rested = True
 
     @property
@@ -121,8 +122,12 @@ class StepLoop:
         return len(self._flight)
 
     def advance(self) -> list[SequenceDelta]:
-        """One turn; gives what there is to tell."""
-        news: list[SequenceDelta] = []
+        """One turn; gives what there is to tell. What a turn that raises has to tell comes with the next one."""
+        self._turn(self._news)
+        news, self._news = self._news, []
+        return news
+
+    def _turn(self, news: list[SequenceDelta]) -> None:
         finished = len(self._flight) >= self._depth
         if finished:
             self._finish(news)
@@ -141,7 +146,6 @@ class StepLoop:
         elif not self._flight:
             self._core.flush()
             news += self._owner.flushed()
-        return news
 
     def _launch(self, slot: int, news: list[SequenceDelta], planned: float) -> None:
         begin, before = time.perf_counter(), self._counters.wait_s + self._counters.complete_s
@@ -166,25 +170,29 @@ class StepLoop:
         launched.host_s, launched.rested, self._rested = planned + spent - other, self._rested, False
 
     def _finish(self, news: list[SequenceDelta]) -> None:
-        """Waits for the oldest step in flight and completes it, or fails it with what went wrong."""
+        """Waits for the oldest step in flight and completes it, or fails it with what went wrong.
+
+        It leaves the flight once the core has taken it back, one way or the other.
+        """
         launched = self._flight[0]
         c, begin = self._counters, time.perf_counter()
         try:
             result = self._runner.wait(launched.step)
+        except EngineDeadError:
+            raise  # the device is gone, not this step
         except Exception as e:
-            self._flight.popleft()
-            c.failed_steps += 1
-            failure = StepFailedError(f"the step failed with {type(e).__name__}: {e}")
-            failure.__cause__ = e
-            self._core.fail_step(launched.slot)
-            news += self._owner.step_failed(failure)
+            self._fail(launched, e, news)
             return
         waited = time.perf_counter()
         times = self._runner.times(launched.step)
-        self._flight.popleft()
         if self.drafting is not None and times is not None:
             self._tell_drafting(self.drafting, launched, result, times)
-        self._core.complete(launched.slot, time.monotonic_ns())
+        try:
+            self._core.complete(launched.slot, time.monotonic_ns())
+        except Exception as e:
+            self._fail(launched, e, news)  # a core that does not take it back this way either raises: there is no going on
+            return
+        self._flight.popleft()
         completed = time.perf_counter()
         c.steps += 1
         c.wait_s += waited - begin
@@ -202,6 +210,18 @@ class StepLoop:
         self._rested = self._rested or not (self._flight or self._core.has_work())
         news += self._owner.step_completed(launched, result, times)
 
+    def _fail(self, launched: Launched, error: Exception, news: list[SequenceDelta]) -> None:
+        """Ends the sequences of the oldest step in flight."""
+        failure = StepFailedError(f"the step failed with {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        try:
+            self._core.fail_step(launched.slot)
+        except Exception as e:
+            raise EngineDeadError(f"{failure}, and the core does not take it back: {e}") from failure
+        self._flight.popleft()
+        self._counters.failed_steps += 1
+        news += self._owner.step_failed(failure)
+
     def _tell_drafting(self, drafting: Drafting, launched: Launched, result: StepResult, times: StepTimes) -> None:
         """Times of steps with prompts or new sequences in them say nothing about drafts."""
         header = result.header
@@ -212,18 +232,11 @@ class StepLoop:
     def drop_all(self) -> None:
         """Fails every step in flight, wherever in a turn an interrupt came; returns once the device is done with them.
 
-        An interrupt that comes meanwhile is put off.
+        May be called again from the start if it was interrupted itself.
         """
-        while True:
-            try:
-                self._drop_all()
-                return
-            except KeyboardInterrupt:
-                continue
-
-    def _drop_all(self) -> None:
         self._runner.drain()
         self._flight.clear()
+        self._news.clear()
         for _ in range(RING_SLOTS):  # they fail in the order they were planned; which slots those are may not have been noted
             for slot in range(RING_SLOTS):
                 with suppress(StepOrderError):

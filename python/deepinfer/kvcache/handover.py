@@ -37,7 +37,7 @@ class Handover:
         params: sampling values, of one answer.
         seed: of its draws.
         max_new: most tokens to generate, ``produced`` included.
-        eos_ids, bad_word_ids, salt, priority, stream: as in an engine's request.
+        eos_ids, bad_word_ids, salt, priority, order, stream: as in an engine's request.
         cached_tokens: prompt tokens that the prompt engine found in its index.
         grammar: name of the grammar that the answer follows, its position being ``len(produced)``; ``None`` without one.
         layout: `KvLayout.fields` of the payload.
@@ -56,6 +56,7 @@ class Handover:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     salt: bytes = b""
     priority: int = 0
+    order: int = 0
     stream: bool = False
     cached_tokens: int = 0
     grammar: str | None = None
@@ -83,6 +84,7 @@ class Handover:
                 "bad_word_ids": self.bad_word_ids,
                 "salt": self.salt.hex(),
                 "priority": self.priority,
+                "order": self.order,
                 "stream": self.stream,
                 "cached_tokens": self.cached_tokens,
                 "grammar": self.grammar,
@@ -132,6 +134,7 @@ class Handover:
             bad_word_ids=tuple(tuple(_of_type(i, int) for i in word) for word in said["bad_word_ids"]),
             salt=bytes.fromhex(said["salt"]),
             priority=_of_type(said["priority"], int),
+            order=_of_type(said["order"], int),
             stream=_of_type(said["stream"], bool),
             cached_tokens=_of_type(said["cached_tokens"], int),
             grammar=None if said["grammar"] is None else _of_type(said["grammar"], str),
@@ -151,6 +154,8 @@ class Handover:
             if min(*self.prompt_ids, *self.produced) < 0
             else "its seed is out of range"
             if not 0 <= self.seed < 2**63
+            else "its order is out of range"
+            if not 0 <= self.order < 2**63
             else None
         )
         if wrong is not None:

@@ -23,6 +23,9 @@ from deepinfer.errors import EngineDeadError
 T = TypeVar("T")
 Work = Callable[[], None]
 
+_LOOK = 1.0
+"""Seconds between two looks whether the thread that is waited for still runs."""
+
 
 class StepTimes(NamedTuple):
     """Seconds by the device's clock: idle before the step, its commands (0 if its forward is its first work), forward, and the rest."""
@@ -154,7 +157,10 @@ class ThreadQueue:
 
     def wait(self, ticket: Ticket) -> None:
         """See :class:`DeviceQueue`."""
-        ticket.done.wait()
+        while not ticket.done.wait(_LOOK):
+            if not self._thread.is_alive() and not ticket.done.is_set():
+                ticket.error = ticket.error or EngineDeadError("the thread of the device queue has ended")
+                break
         if ticket.error is not None:
             raise ticket.error
 
@@ -179,7 +185,18 @@ def _end(shared: _Shared, thread: threading.Thread) -> None:
 
 
 def _serve(shared: _Shared, num_threads: int) -> None:
-    torch.set_num_threads(num_threads)  # of OpenMP each thread has a number of its own
+    try:
+        torch.set_num_threads(num_threads)  # of OpenMP each thread has a number of its own
+        _perform_all(shared)
+    finally:  # whatever ended it: nobody waits for a thread that is gone
+        shared.closing = True
+        while not shared.tasks.empty():
+            if (task := shared.tasks.get()) is not None:
+                task[0].error = task[0].error or EngineDeadError("the device queue has ended")
+                task[0].done.set()
+
+
+def _perform_all(shared: _Shared) -> None:
     while (task := shared.tasks.get()) is not None:
         ticket, work, last = task
         if shared.closing:

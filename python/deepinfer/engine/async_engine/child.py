@@ -24,6 +24,7 @@ class EngineChild:
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
+        self._parent = os.getpid()
         lifeline, ours = os.pipe()
         # The kernel's signal follows the thread that starts a process; only the main thread is known to last.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
@@ -43,20 +44,29 @@ class EngineChild:
         finally:
             theirs.close()
             os.close(lifeline)
-        self._end = weakref.finalize(self, _end, self.process, self.socket, ours)
+        self._end = weakref.finalize(self, _end, self.process, self.socket, ours, self._parent)
 
     @property
     def pid(self) -> int:
         """Process id."""
         return self.process.pid
 
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends the process a signal that ends it, without waiting."""
+        if os.getpid() == self._parent:
+            self.process.send_signal(number)
+
     def hang_up(self) -> None:
         """Tells the process to end after the step in work."""
+        if os.getpid() != self._parent:
+            return  # a fork shares the connection, which is not its to end
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
     def end(self, seconds: float = 5.0) -> None:
         """Waits for the process to end by itself, then makes it end; idempotent. Call :meth:`hang_up` first."""
+        if os.getpid() != self._parent:
+            return
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         self._end()
@@ -74,7 +84,9 @@ class EngineChild:
         return f"was killed by signal {-status}"
 
 
-def _end(process: subprocess.Popen[bytes], sock: socket.socket, lifeline: int) -> None:
+def _end(process: subprocess.Popen[bytes], sock: socket.socket, lifeline: int, parent: int) -> None:
+    if os.getpid() != parent:
+        return
     sock.close()
     os.close(lifeline)
     for end in (process.terminate, process.kill):

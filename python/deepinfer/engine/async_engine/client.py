@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.async_engine.child import EngineChild
-from deepinfer.engine.async_engine.front import ENGINE, AsyncFront
+from deepinfer.engine.async_engine.front import ENGINE, HANG_TIMEOUT, AsyncFront, check_hang_timeout
 from deepinfer.engine.async_engine.line import EngineLine
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.request import EngineRequest
@@ -33,14 +33,17 @@ class AsyncLLM(AsyncFront):
     Use it as an asynchronous context manager, or await :meth:`aclose`. Making one starts the process; :meth:`ready`, and the
     first request, wait until the model is loaded.
 
-    Args: see :class:`~deepinfer.engine.config.EngineConfig`.
+    Args:
+        hang_timeout: seconds without a sign of life from an engine process that has work, after which it is killed and its requests
+            fail with EngineDeadError; 0 = never. Above the longest step that can be: a loop in a step gives no sign.
+        settings: see :class:`~deepinfer.engine.config.EngineConfig`.
 
     Raises:
         ConfigError, ModelNotFoundError, UnsupportedModelError: here already where they can be seen without loading; what loading
             finds is raised by :meth:`ready`.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str, *, hang_timeout: float = HANG_TIMEOUT, **settings: Any) -> None:
         from deepinfer.models import resolve_model
         from deepinfer.models.registry import registrations
 
@@ -49,7 +52,8 @@ class AsyncLLM(AsyncFront):
         self._numbers = itertools.count()
         c = self.config
         resolved = resolve_model(c.model, revision=c.revision, load_format=c.load_format)
-        self._line = EngineLine(wire.Start(c, ENGINE, registrations()))
+        check_hang_timeout(hang_timeout)
+        self._line = EngineLine(wire.Start(c, ENGINE, registrations()), hang_timeout=hang_timeout, has_work=lambda: len(self._outputs) > 0)
         try:
             self._text = load_text_side(c, resolved)
         except BaseException:

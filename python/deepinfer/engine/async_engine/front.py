@@ -20,13 +20,23 @@ from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.engine.text_side import TextSide
 from deepinfer.engine.tokenizer import Tokenizer
-from deepinfer.errors import DeepInferError, EngineDeadError, InvalidRequestError
+from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, InvalidRequestError
 from deepinfer.outputs import RequestOutput
 from deepinfer.sampling import SamplingParams
 
 ENGINE = "deepinfer.engine.engine:Engine"
 _LONG_PROMPT = 20_000
 """Characters above which tokenizing leaves the event loop's thread."""
+
+
+HANG_TIMEOUT = 300.0
+"""Seconds of silence that no engine with work in it is given to; a first step may compile or page in for minutes."""
+
+
+def check_hang_timeout(seconds: float) -> None:
+    """Raises ConfigError unless it is a number of seconds from 0 up."""
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds < float("inf"):
+        raise ConfigError(f"hang_timeout must be a number of seconds of at least 0 (0 = no limit), got {seconds!r}")
 
 
 class _Mailbox:

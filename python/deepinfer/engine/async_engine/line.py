@@ -1,6 +1,7 @@
 """One engine process and the conversation with it.
 
-Owns: connecting, sending, reading, and saying once that the process has ended and how. Never touches: requests, text.
+Owns: connecting, sending, reading, noticing that the process hangs, and saying once that it has ended and how. Never touches:
+requests, text.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from deepinfer.engine.async_engine import wire
@@ -22,12 +26,17 @@ class EngineLine:
     Args:
         start: what to build.
         name: what messages call the process.
+        hang_timeout: seconds without a sign of life, while there is work, after which the process counts as hung and is killed; 0 = never.
+        has_work: whether requests are with the process. Questions of :meth:`call` are work, too.
     """
 
-    def __init__(self, start: wire.Start, name: str = "engine") -> None:
+    def __init__(self, start: wire.Start, name: str = "engine", hang_timeout: float = 0.0, has_work: Callable[[], bool] = bool) -> None:
         self.child = EngineChild()
-        self._start = start
+        self._start = replace(start, beat=min(1.0, hang_timeout / 4)) if hang_timeout else start
         self._name = name
+        self._hang_timeout, self._has_work = hang_timeout, has_work
+        self._heard = 0  # pieces read
+        self._watching: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.StreamReader | None = None
         self._unpacker = wire.Unpacker()
@@ -35,6 +44,7 @@ class EngineLine:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._over: DeepInferError | None = None  # why no call is answered any more
+        self._hung: EngineDeadError | None = None
         self.loaded = False
 
     @property
@@ -65,21 +75,51 @@ class EngineLine:
     def listen(self, heard: Callable[[Any], None], died: Callable[[EngineDeadError], None]) -> None:
         """From now on gives every message to ``heard``; at the end of the process calls ``died``, once."""
         self._reading = asyncio.create_task(self._read(heard, died))
+        if self._hang_timeout:
+            self._watching = asyncio.create_task(self._watch())
 
     async def _read(self, heard: Callable[[Any], None], died: Callable[[EngineDeadError], None]) -> None:
         assert self._reader is not None
         failure: EngineDeadError | None = None
-        with contextlib.suppress(ConnectionError):
+        try:
             while data := await self._reader.read(1 << 18):
+                self._heard += 1
                 for message in self._unpacker.feed(data):
                     if isinstance(message, wire.Died):
                         failure = EngineDeadError(f"the {self._name} stopped: {message.error.message}")
                     elif isinstance(message, wire.LogitsDone | wire.Counted):
                         self._answer(message)
-                    else:
+                    elif not isinstance(message, wire.Beat):
                         heard(message)
+        except ConnectionError:
+            pass
+        except Exception as e:  # nobody would read on, and the callers would wait for ever
+            failure = EngineDeadError(f"the front failed on news of the {self._name}: {type(e).__name__}: {e}")
+            failure.__cause__ = e
+            self.child.kill()
+        failure = self._hung or failure
         self.fail_calls(failure or EngineDeadError(f"the {self._name} process has ended"))
         died(failure or EngineDeadError(f"the {self._name} process {await self.how_it_ended()}"))
+
+    async def _watch(self) -> None:
+        """Kills a process that has work and says nothing. Only time in which this loop ran counts: what came while it was busy is
+        read first."""
+        tick = min(1.0, self._hang_timeout / 4)
+        silent, heard = 0.0, self._heard
+        while silent < self._hang_timeout:
+            before, working = time.monotonic(), bool(self._calls) or self._has_work()
+            await asyncio.sleep(tick)
+            if heard == self._heard and working and (self._calls or self._has_work()):
+                silent += min(time.monotonic() - before, 2 * tick)
+            else:
+                silent, heard = 0.0, self._heard
+        self._hung = EngineDeadError(
+            f"the {self._name} process (pid {self.child.pid}) had work and gave no sign of life for {silent:.3g} s, so it was killed; "
+            "a step that may take longer needs a larger hang_timeout (0 = no limit)"
+        )
+        self.child.kill()
+        if self._writer is not None:
+            self._writer.transport.abort()  # a process that the kernel cannot end yet would keep its side open
 
     def send(self, message: Any) -> None:
         """Sends as soon as the connection takes it; to a process that has ended nothing."""
@@ -129,11 +169,13 @@ class EngineLine:
         """Ends the process; blocks until it has."""
         self.child.hang_up()
         if not self.loaded:
-            self.child.process.terminate()  # it may be loading for long
+            self.child.kill(signal.SIGTERM)  # it may be loading for long
         self.child.end()
 
     async def close(self) -> None:
         """Gives the connection back, once the process has ended."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._reading is not None:
             self._reading.cancel()
             with contextlib.suppress(asyncio.CancelledError, DeepInferError):

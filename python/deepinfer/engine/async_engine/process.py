@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ class EngineLoop:
     """Commands in, steps, news out, over one socket that never blocks a step."""
 
     def __init__(self, sock: socket.socket) -> None:
+        self.beat = 1.0
         sock.setblocking(False)
         self._sock = sock
         self._unpacker = wire.Unpacker()
@@ -71,6 +73,7 @@ class EngineLoop:
 
     def run(self, engine: EngineLike) -> None:
         """Serves until told to close or the front has gone."""
+        told = time.monotonic()
         while self._open:
             self._read()
             while self._commands and self._open:
@@ -82,7 +85,10 @@ class EngineLoop:
                 if deltas:
                     self.send(wire.Deltas(deltas))
                 elif (rest := engine.rest()) is not None:
-                    self._wait(*rest)
+                    self._wait(rest[0], min(rest[1], self.beat))
+                if (now := time.monotonic()) - told >= self.beat:
+                    told = now
+                    self.send(wire.Beat())
                 self._flush()
             else:
                 self._wait()
@@ -177,6 +183,7 @@ def serve(sock: socket.socket) -> int:
     if start is None:
         return 0
     engine: EngineLike | None = None
+    loop.beat = start.beat
     try:
         engine = build(start)
         run = getattr(engine, "run", None)
@@ -184,7 +191,7 @@ def serve(sock: socket.socket) -> int:
         loop.send(wire.Ready(engine.max_model_len, engine.vocab_size, getattr(run, "max_num_seqs", 0)))
         loop.run(engine)
         return 0
-    except Exception as e:
+    except BaseException as e:
         loop.send(wire.Died(wire.ErrorData.of(e)))
         if engine is not None:
             raise  # a fault in a running engine: the trace belongs on stderr

@@ -32,6 +32,7 @@ class Start:
     config: Any
     factory: str
     models: dict[str, str] = field(default_factory=dict)  # architectures registered in the front's process
+    beat: float = 1.0  # most seconds between two signs of life of a loop that has work
 
 
 @dataclass(slots=True)
@@ -121,6 +122,11 @@ class Deltas:
     """News of one step."""
 
     deltas: list[SequenceDelta]
+
+
+@dataclass(slots=True)
+class Beat:
+    """A sign of life: the step loop has work and came round again."""
 
 
 @dataclass(slots=True)

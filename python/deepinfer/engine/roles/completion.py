@@ -38,6 +38,7 @@ class _Incoming:
 
     record: Handover
     handle: int
+    order: int  # among those that wait for room
     transfer: _core.Transfer | None = None
     payload: torch.Tensor | None = None
     storing: bool = False  # it is here and on its way to its pages
@@ -62,6 +63,7 @@ class CompletionRole:
         self._late: list[_Incoming] = []  # given up while a thread still fetches
         self._tickets: dict[int, bytes] = {}  # by the number that the core knows a request under
         self._numbers = itertools.count(1)
+        self._newest = 0
 
     @property
     def busy(self) -> bool:
@@ -100,7 +102,9 @@ class CompletionRole:
         except Exception:
             self.refuse(self._tickets.pop(number))
             raise
-        self._incoming[handle] = _Incoming(record, handle)
+        order = record.order or self._newest + 1
+        self._newest = max(self._newest, order)
+        self._incoming[handle] = _Incoming(record, handle, order)
         return handle
 
     def poll(self) -> list[tuple[int, DeepInferError]]:
@@ -110,7 +114,7 @@ class CompletionRole:
             error = self._moved(incoming, result)
             if error is not None:
                 failed.append((incoming.handle, error))
-        for incoming in [i for i in self._incoming.values() if i.transfer is None]:
+        for incoming in sorted((i for i in self._incoming.values() if i.transfer is None), key=lambda i: i.order):
             if not self._reserve(incoming):
                 break  # room is for the oldest: else small ones that keep coming would hold a large one out for good
         for _, number in self._core.drain_remote_releases():
@@ -141,7 +145,7 @@ class CompletionRole:
             self._core.transfer_ended(transfer["transfer"], False)
             return None
         error: DeepInferError | None = None
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             what = "stored" if incoming.storing else "fetched"
             error = result if isinstance(result, HandoverError) else HandoverError(f"its KV could not be {what}: {result}")
         elif (info := self._core.info(incoming.handle)) is None or info["status"] != "wait_kv":

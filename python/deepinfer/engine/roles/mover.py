@@ -46,7 +46,7 @@ class Mover(Generic[T]):
         def run() -> None:
             try:
                 result = job()
-            except Exception as e:
+            except BaseException as e:  # of whatever kind: the thread goes on, and whoever waits for this job hears of it
                 result = e
             done.append((key, result))
             with contextlib.suppress(OSError):  # full: it is readable already; closed: nobody waits any more
@@ -58,7 +58,7 @@ class Mover(Generic[T]):
         """Runs a job whose outcome changes nothing here."""
 
         def run() -> None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):
                 job()
 
         self._jobs.put(run)

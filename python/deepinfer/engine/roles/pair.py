@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
-from deepinfer.engine.async_engine.front import ENGINE, AsyncFront
+from deepinfer.engine.async_engine.front import ENGINE, HANG_TIMEOUT, AsyncFront, check_hang_timeout
 from deepinfer.engine.async_engine.line import EngineLine
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.request import EngineRequest, SequenceDelta
@@ -41,14 +41,18 @@ _AGAIN = {kind.__name__: kind for kind in (HandoverError, NoRoomError)}
 class _Side:
     """One of the two processes, in all its lives."""
 
-    def __init__(self, name: str, start: wire.Start) -> None:
+    def __init__(self, name: str, start: wire.Start, hang_timeout: float, has_work: Callable[[_Side], bool]) -> None:
         self.name = name
-        self.start = start
-        self.line = EngineLine(start, f"{name} engine")
+        self._make = lambda: EngineLine(start, f"{name} engine", hang_timeout, lambda: has_work(self))
+        self.line = self._make()
         self.started = asyncio.Event()  # set while this life takes messages, and for good at the end of the pair
         self.up = False
         self.waiting: list[tuple[str, Any]] = []  # (key, message) for the next life
         self.ends: deque[float] = deque()
+
+    def start_again(self) -> None:
+        """Begins the next life; its line is to be connected."""
+        self.line = self._make()
 
     def tell(self, message: Any) -> None:
         """To this life only."""
@@ -80,6 +84,7 @@ class PrefillDecodePair(AsyncFront):
         kv_transfer: how KV goes from one process to the other: ``"shm"`` or ``"tcp"``.
         max_reruns: how often an answer is made again when its process ended; 0 = the request fails with EngineDeadError.
         max_restarts: how often each process is started again within a minute before the pair gives up.
+        hang_timeout: seconds without a sign of life from a process that has work, after which it is killed and started again; 0 = never.
         prompt_settings, completion_settings: settings of one side only (``num_kv_blocks``, ``device``, ``num_threads``, ...).
         settings: of both; see :class:`~deepinfer.engine.config.EngineConfig`.
 
@@ -94,6 +99,7 @@ class PrefillDecodePair(AsyncFront):
         kv_transfer: str = "shm",
         max_reruns: int = 1,
         max_restarts: int = 5,
+        hang_timeout: float = HANG_TIMEOUT,
         prompt_settings: Mapping[str, Any] | None = None,
         completion_settings: Mapping[str, Any] | None = None,
         **settings: Any,
@@ -115,9 +121,11 @@ class PrefillDecodePair(AsyncFront):
         self._later: dict[str, list[_Flight]] = {}  # further answers to a prompt, until the first one's prompt is in the index
         self._restarting: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
+        self._orders = itertools.count(1)
         resolved = resolve_model(self.config.model, revision=self.config.revision, load_format=self.config.load_format)
-        self._prompt = _Side("prompt", wire.Start(self.config, ENGINE, registrations()))
-        self._completion = _Side("completion", wire.Start(other, ENGINE, registrations()))
+        check_hang_timeout(hang_timeout)
+        self._prompt = _Side("prompt", wire.Start(self.config, ENGINE, registrations()), hang_timeout, self._has_work)
+        self._completion = _Side("completion", wire.Start(other, ENGINE, registrations()), hang_timeout, self._has_work)
         try:
             self._text = load_text_side(self.config, resolved)
         except BaseException:
@@ -174,6 +182,10 @@ class PrefillDecodePair(AsyncFront):
             max_num_seqs=min(r.max_num_seqs for r in ready),
         )
 
+    def _has_work(self, side: _Side) -> bool:
+        unsent = {key for key, _ in side.waiting}
+        return any(f.side is side and f.key not in unsent for f in self._flights.values())
+
     def _listen(self, side: _Side) -> None:
         line = side.line
         side.up = True
@@ -213,7 +225,7 @@ class PrefillDecodePair(AsyncFront):
         if self._dead is not None:
             return  # closed meanwhile: a process that starts now would be nobody's
         try:
-            side.line = EngineLine(side.start, f"{side.name} engine")
+            side.start_again()
             await asyncio.to_thread(line.end)
             await line.close()
             await side.line.connect()
@@ -229,7 +241,9 @@ class PrefillDecodePair(AsyncFront):
         flights = []
         for index, seed in enumerate(request.seeds):
             params = request.params.clone(n=1, prompt_logprobs=None if index else request.params.prompt_logprobs)
-            flights.append(_Flight(replace(request, params=params, seeds=(seed,)), index, self._prompt))
+            # Whatever becomes of it, an answer stands where it came: under overload a rerun at the tail would starve.
+            one = replace(request, params=params, seeds=(seed,), order=next(self._orders))
+            flights.append(_Flight(one, index, self._prompt))
         if len(flights) > 1:
             self._later[request.request_id] = flights[1:]
         self._start_flight(flights[0])

@@ -90,9 +90,9 @@ class PromptRole:
         """
         try:
             out = self._begin(handle, request, delta)
-        except Exception as e:
+        except BaseException as e:
             self.drop(handle)
-            if isinstance(e, DeepInferError):
+            if isinstance(e, DeepInferError) or not isinstance(e, Exception):
                 raise
             raise HandoverError(f"the hand-over failed with {type(e).__name__}: {e}") from e
         self._outgoing[handle] = out
@@ -140,7 +140,7 @@ class PromptRole:
         news: list[SequenceDelta] = []
         self._settling = False
         for out, result in self._mover.finished():
-            self._core.transfer_ended(out.transfer, not isinstance(result, Exception))
+            self._core.transfer_ended(out.transfer, not isinstance(result, BaseException))
             self._settling = True
             if isinstance(result, bytes):
                 out.ticket = result
@@ -199,6 +199,7 @@ def _record(request: EngineRequest, delta: SequenceDelta, produced: list[int], c
         bad_word_ids=request.bad_word_ids,
         salt=request.salt,
         priority=request.priority,
+        order=request.order,
         stream=request.stream,
         cached_tokens=delta.cached_tokens,
         grammar=None if request.grammar is None else getattr(request.grammar, "__qualname__", type(request.grammar).__name__),
