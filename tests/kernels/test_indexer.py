@@ -53,7 +53,8 @@ def test_scores_and_selections_do_not_depend_on_cuts_mates_and_pages(name: str, 
     """Values against float64 loops once, then bits of every way to run them against the first."""
     kind, lengths, k, block, keep = KINDS[name], [90, 9, 41], 6, 4, 5
     rounded = RowKind(WIDTH, kind.form, False, torch.float32)
-    q = [rounded.store(random_rows(n, HEADS, WIDTH, seed=n)).to(device) for n in lengths]
+    dtype = kind.dtype if name == "bfloat16" else torch.float32
+    q = [rounded.store(random_rows(n, HEADS, WIDTH, seed=n)).to(device=device, dtype=dtype) for n in lengths]
     w = [random_rows(n, HEADS, seed=n + 1).to(device) for n in lengths]
     raw = [random_rows(n // ratio, WIDTH, seed=n + 2) for n in lengths]
     keys = [kind.load(kind.store(rows)).to(device) for rows in raw]

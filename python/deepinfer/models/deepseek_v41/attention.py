@@ -10,7 +10,7 @@ import torch
 
 from ...kernels.block_formats import fake_quantise
 from ...kernels.compressor import compress
-from ...kernels.indexer import select_entries
+from ...kernels.indexer import safe_row_tile, select_entries
 from ...kernels.kv_write import kv_write
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import RopeTable, rotate_pairs
@@ -31,6 +31,9 @@ class Attention:
         self._w = PackedAttention.pack(p.attn, t.quantised_weights)
         self._compressor = None if p.compressor is None else PackedCompressor.pack(p.compressor)
         self._indexer = None if p.indexer is None else PackedIndexer.pack(p.indexer, t.quantised_weights)
+        if self._indexer is not None:
+            # compares bits, which reads them back: at load, for the steps to come
+            safe_row_tile(self._w.sink.device, t.attention.index_heads, t.attention.index_dim)
         self._scale = t.attention.head_dim**-0.5
         self._index_scale = t.attention.index_dim**-0.5 * t.attention.index_heads**-0.5
 
