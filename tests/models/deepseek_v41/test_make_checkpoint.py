@@ -150,7 +150,7 @@ def test_the_bytes_of_a_seed_are_known(load: Load) -> None:
 def test_numbers_have_sizes_that_a_model_runs_on(load: Load) -> None:
     for weight in weights(read_topology(load("tiny"))):
         drawn = Drawn(weight, 0)
-        values = drawn.decoded(0, min(drawn.rows, 256))
+        values = drawn.decoded(0, min(drawn.rows, 64))
         assert values.isfinite().all() and values.unique().numel() > 1, weight.name
         if values.numel() >= 1024:
             # scales are powers of two (a factor of √2 either way), and small tensors have few of them
@@ -236,19 +236,8 @@ def test_a_write_that_fails_leaves_nothing(load: Load, tmp_path: Path, monkeypat
     assert not (tmp_path / "new").exists()
 
 
-def test_full_depth_at_reduced_width_is_drawn(load: Load) -> None:
-    """All 43 layers of the real plan, with every list of sources as released."""
-    narrow: dict[str, Any] = {
-        "hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 16,
-        "q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 6, "num_experts_per_tok": 2, "vocab_size": 512,
-        "index_n_heads": 4, "index_head_dim": 32, "engram_num_embeddings": [6126, 6332], "engram_vocab_size": 1000, "engram_n_heads": 2,
-        "engram_head_dim": 32, "engram_compressed_vocab_size": 512, "x_engram_token_map": "identity", "dspark_noise_token_id": 511,
-        "dspark_markov_rank": 8, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2,
-    }  # fmt: skip
-    config = load("full", **narrow)
-    config["image_token_id"] = 510
-    config["vision_config"].update(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32)
-    resolved = SimpleNamespace(config=config, weight_format="none", name="narrow", weight_files=(), tokenizer=SimpleNamespace(path=Path()))
+def test_full_depth_at_reduced_width_is_drawn(narrow: dict[str, Any]) -> None:
+    resolved = SimpleNamespace(config=narrow, weight_format="none", name="narrow", weight_files=(), tokenizer=SimpleNamespace(path=Path()))
     p = load_parameters(resolved, torch.bfloat16, load_format="dummy", seed=1)  # type: ignore[arg-type]
     assert isinstance(p, DeepseekV41Parameters) and len(p.layers) == 40 and p.drafts is not None
     assert all(place.float().isfinite().all() for place in p.places.values())

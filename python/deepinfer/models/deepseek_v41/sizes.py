@@ -9,7 +9,7 @@ import torch
 
 from ..registry import architecture_of
 from ..sizes import ModelSizes, PartSize, resident_bytes
-from .caches import plan_caches
+from .caches import packs, plan_caches
 from .containers import DeepseekV41Parameters
 from .parameters import Form, Part, count
 from .topology import read_topology
@@ -19,8 +19,7 @@ def read_sizes(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSizes:
     """See ``models.sizes.read_sizes``; rows are kept packed where the configuration rounds them, else in ``dtype``."""
     topology = read_topology(config)
     census = count(topology)
-    rounded = topology.quantised_caches and topology.attention.head_dim % 32 == 0 and topology.attention.index_dim % 32 == 0
-    caches = plan_caches(topology, "packed" if rounded else "float32" if dtype == torch.float32 else "bfloat16")
+    caches = plan_caches(topology, "packed" if packs(topology) else "float32" if dtype == torch.float32 else "bfloat16")
     paged, state = caches.kv_groups()
     forms: dict[str, int] = {}
     if topology.quantised_weights:
