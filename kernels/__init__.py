@@ -7,5 +7,5 @@ Importing this package loads neither a compiler nor a GPU library. Every operato
 bits of a row's result depend on the row's own sequence only, not on its batch mates and not on where a chunk was cut.
 """
 
-KERNEL_SET = 1
+KERNEL_SET = 2
 """Raised whenever a change may alter the bits of any operator: cached KV of another set is not reused."""

@@ -86,6 +86,18 @@ def test_swiglu(dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(swiglu(x).double(), gate * torch.sigmoid(gate) * up, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_gives_a_number_the_same_bits_in_every_threads_piece(dtype: torch.dtype, threads: int, device: str) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for width in (1000, 1530, 4864):
+            assert depends_on_batch(swiglu, random(64, 2 * width, dtype=dtype, device=device), (1, 3, 8, 32)) == [], width
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("kind", ["default", "dynamic", "yarn"])
 def test_rotation_depends_on_the_position_only(kind: str, device: str) -> None:
     table = RopeTable(RopeParameters(64, rope_type=kind, factor=4.0, original_max_position=128), torch.device(device))
