@@ -11,15 +11,17 @@ import torch
 from deepinfer.errors import UnsupportedConfigError, UnsupportedFormatError, UnsupportedModelError
 from deepinfer.kernels.rope import RopeTable, yarn_band
 from deepinfer.models import resolve_architecture
+from deepinfer.models.deepseek_v41.forward import DeepseekV41Model
 from deepinfer.models.deepseek_v41.shared_layers import LayerKind, SharedLayerTopology
 from deepinfer.models.deepseek_v41.topology import read_topology
 
 Load = Callable[..., dict[str, Any]]
 
 
-def test_the_architecture_is_refused_until_it_can_run() -> None:
-    with pytest.raises(UnsupportedModelError, match="DeepseekV41ForCausalLM"):
-        resolve_architecture("DeepseekV41ForCausalLM")
+def test_the_architecture_leads_to_this_family() -> None:
+    assert resolve_architecture("DeepseekV41ForCausalLM") is DeepseekV41Model
+    with pytest.raises(UnsupportedModelError, match="DeepseekV41ForSomethingElse"):
+        resolve_architecture("DeepseekV41ForSomethingElse")
 
 
 def test_layers_of_the_release(load: Load) -> None:
