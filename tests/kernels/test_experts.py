@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from deepinfer.kernels.activations import sigmoid, silu, softplus
 from deepinfer.kernels.block_formats import FP8_ROWS, fake_quantise
 from deepinfer.kernels.experts import expert_mlp, gated_mlp, pack_experts, route, softmax_top_k
 from deepinfer.kernels.experts import packed as experts_module
@@ -34,19 +33,6 @@ def weights(dtype: torch.dtype, device: str, experts: int = EXPERTS) -> tuple[to
         (random_rows(experts, 2 * INNER, HIDDEN, seed=1) * 0.3).to(device=device, dtype=dtype),
         (random_rows(experts, HIDDEN, INNER, seed=2) * 0.3).to(device=device, dtype=dtype),
     )
-
-
-@pytest.mark.parametrize("function", [sigmoid, silu, softplus])
-def test_activations_give_a_number_the_same_bits_wherever_it_stands(function: object, device: str) -> None:
-    assert callable(function)
-    x = random_rows(40000) * 20
-    x[:6] = torch.tensor([0.0, -0.0, 300.0, -300.0, 20.0, 20.001])
-    x = x.to(device)
-    whole = function(x)
-    exact = {sigmoid: torch.sigmoid, silu: torch.nn.functional.silu, softplus: torch.nn.functional.softplus}[function](x.double())
-    torch.testing.assert_close(whole.double(), exact, rtol=1e-6, atol=1e-30 if function is not softplus else 1e-7)
-    for start, count in ((0, 1), (1, 2), (3, 5), (7, 31), (0, 33), (5, 1000), (123, 33000)):
-        assert torch.equal(function(x[start : start + count].clone()), whole[start : start + count])
 
 
 @pytest.mark.parametrize("normalise", [True, False])

@@ -110,6 +110,19 @@ def test_window_alone_and_nothing_to_see(device: str) -> None:
             torch.testing.assert_close(out[row].double().cpu(), exact, rtol=1e-5, atol=1e-6)
 
 
+def test_entries_that_do_not_exist_may_hold_anything(device: str) -> None:
+    """The first tokens of a sequence have no entry: its pages are as the last owner left them."""
+    kind = kinds("plain")[0]
+    step = Work(((0, 0, 6),)).rows([1], device)
+    rows, q = random_rows(6, WIDTH).to(device), random_rows(6, HEADS, WIDTH, seed=1).to(device)
+    layer = WindowRows(WindowPlan(step, WINDOW, RING), torch.zeros(2, RING, WIDTH, device=device), rows, kind)
+    dirty = PagedRows(torch.full((3, 4, WIDTH), torch.nan, device=device), torch.ones(1, 1, dtype=torch.int32, device=device), kind)
+    nothing = torch.full((6, PICKS), -1, dtype=torch.int32, device=device)
+    sink = random_rows(HEADS, seed=2).to(device)
+    out = two_source_attention(q, layer, dirty, nothing, sink, 0.3)
+    torch.testing.assert_close(out, two_source_attention(q, layer, None, None, sink, 0.3))
+
+
 def test_draft_rows_see_the_ring_and_their_whole_block(device: str) -> None:
     """A block of five rows per sequence attends, both ways, as pages of one block each."""
     kind = kinds("bfloat16")[0]

@@ -129,6 +129,7 @@ def test_windows_from_the_ring_alone(device: str) -> None:
 
 
 def test_long_chunks_keep_their_newest_rows(device: str) -> None:
+    """Each place is written once, so that no order of writes decides: older rows go to the null slot."""
     kind = KINDS["plain"]
     values = rows_of(200, 4).to(device)
     ring = dirty_ring(kind, device)
@@ -136,6 +137,7 @@ def test_long_chunks_keep_their_newest_rows(device: str) -> None:
     WindowPlan(step, WINDOW, RING).store(ring, torch.cat((values, values[:4])))
     for position in range(200 - RING, 200):
         assert torch.equal(ring[5, position % RING], values[position])
+    assert ring[0].isfinite().all() and ring[1:5].isnan().all()
 
 
 def test_a_ring_that_is_too_short_is_refused() -> None:
