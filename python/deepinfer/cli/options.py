@@ -83,6 +83,7 @@ ENGINE_OPTIONS = (
     ),
     Option("yoco_prefill_keep_tokens", "last tokens of a prompt that truncation leaves whole", int),
     Option("max_backtracking_tokens", "most rows a step may write past the last one that counts", int),
+    Option("engram_cache_gib", "host memory for rows of Engram tables, in GiB; 0 is none (default: 0.25 a table)", float),
     Option("num_threads", "torch threads of the step loop", int),
     Option("quiet", "leave out the report of what fits and the line on steps every 10 s, both on stderr", negatable=False),
 )

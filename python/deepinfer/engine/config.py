@@ -87,6 +87,8 @@ class EngineConfig:
             allowed (window and ``max_backtracking_tokens``).
         max_backtracking_tokens: most rows that a step of such a model may write past the last one that counts; ``None`` =
             ``MAX_BACKTRACKING_TOKENS``, else what the drafts of the model or of ``num_draft_tokens`` need.
+        engram_cache_gib: host memory for rows of a model's Engram tables, all tables together; the tables themselves stay in their
+            files. 0 = none, ``None`` = 0.25 a table.
         num_threads: torch threads; ``None`` = ``DEEPINFER_NUM_THREADS``, else torch's choice.
         quiet: leave the capacity report out; ``None`` = ``DEEPINFER_QUIET``.
 
@@ -131,6 +133,7 @@ class EngineConfig:
     yoco_prefill_truncation: Truncation | None = None
     yoco_prefill_keep_tokens: int | None = None
     max_backtracking_tokens: int | None = None
+    engram_cache_gib: float | None = None
 
     def __post_init__(self) -> None:
         if self.trust_remote_code:
@@ -188,6 +191,7 @@ class EngineConfig:
             )
         _positive("yoco_prefill_keep_tokens", self.yoco_prefill_keep_tokens)
         _positive("max_backtracking_tokens", self.max_backtracking_tokens, most=_MOST_BACKTRACKING)
+        _gib("engram_cache_gib", self.engram_cache_gib)
 
     def _check_role(self) -> None:
         if self.engine_type not in get_args(EngineType):
@@ -205,9 +209,7 @@ class EngineConfig:
             raise ConfigError(f"handover_lease must be between 0.001 and 3600 seconds, got {lease!r}")
 
     def _check_memory(self) -> None:
-        swap = self.swap_space_gib
-        if swap is not None and (not isinstance(swap, int | float) or isinstance(swap, bool) or not 0 <= swap <= 1 << 20):
-            raise ConfigError(f"swap_space_gib must be a number of GiB of at least 0, got {swap!r}")
+        _gib("swap_space_gib", self.swap_space_gib)
         fraction, alias = self.kv_memory_fraction, self.gpu_memory_utilization
         if fraction is not None and alias is not None and fraction != alias:
             raise ConfigError("kv_memory_fraction and gpu_memory_utilization are one setting under two names; give one of them")
@@ -285,6 +287,11 @@ class RunConfig:
     def device(self) -> torch.device:
         """Where weights and KV live."""
         return self.platform.device
+
+
+def _gib(name: str, value: float | None) -> None:
+    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1 << 20):
+        raise ConfigError(f"{name} must be a number of GiB of at least 0, got {value!r}")
 
 
 def _positive(name: str, value: int | None, hint: str = "", *, most: int | None = None) -> None:

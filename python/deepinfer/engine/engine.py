@@ -47,7 +47,7 @@ from deepinfer.kernels import KERNEL_SET
 from deepinfer.kvcache.handover import Handover
 from deepinfer.kvcache.layout import KvLayout
 from deepinfer.models import ResolvedModel, load_model, resolve_model
-from deepinfer.models.base import Model, ModelOptions, PagedGroup, StateGroup
+from deepinfer.models.base import Model, ModelOptions, PagedGroup, StateGroup, TableModel
 from deepinfer.models.contract import checked_groups
 from deepinfer.outputs import FinishReason
 from deepinfer.speculative import NgramDrafting
@@ -647,7 +647,7 @@ class Engine(EngineHooks):
     def metrics(self) -> EngineMetrics:
         """Everything that is counted, at this moment."""
         self._check_process()
-        return EngineMetrics.of(self._core)
+        return EngineMetrics.of(self._core, self.model.table_counters() if isinstance(self.model, TableModel) else None)
 
     def core_counts(self) -> _core.Counts:
         """The core's blocks of each group and state slots by state, for metrics and tests."""

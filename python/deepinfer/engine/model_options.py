@@ -8,7 +8,7 @@ from deepinfer.errors import ConfigError
 from deepinfer.models.base import ConfigurableModel, Model, ModelOptions
 
 _DEFAULT_BLOCK = 64
-_SETTINGS = ("yoco_prefill_truncation", "yoco_prefill_keep_tokens", "max_backtracking_tokens")
+_SETTINGS = ("yoco_prefill_truncation", "yoco_prefill_keep_tokens", "max_backtracking_tokens", "engram_cache_gib")
 
 
 def block_tokens(config: EngineConfig, model: Model) -> int:
@@ -39,5 +39,6 @@ def configure_model(config: EngineConfig, model: Model, max_draft: int) -> Model
             keep_tokens=environ.get("YOCO_PREFILL_KEEP_TOKENS") if keep is None else keep,
             max_backtracking=environ.get("MAX_BACKTRACKING_TOKENS") if back is None else back,
             max_draft=max_draft,
+            table_cache_bytes=None if config.engram_cache_gib is None else int(config.engram_cache_gib * 2**30),
         )
     )

@@ -53,6 +53,8 @@ class EngineMetrics:
         device_time, host_time: of completed steps.
         bubble: part of the device's time in which it stood still although there was work.
         overlap: part of the host's work that was hidden under the device's.
+        tables: of models that read rows of tables in files: ``rows``, ``lookups``, ``hits``, ``misses``, ``evictions``, ``bytes_read``,
+            ``capacity`` (see ``models.base.TableModel``); empty for others.
     """
 
     totals: dict[str, int]
@@ -73,10 +75,11 @@ class EngineMetrics:
     host_time: Times
     bubble: float
     overlap: float
+    tables: dict[str, int]
 
     @classmethod
-    def of(cls, core: _core.Core) -> EngineMetrics:
-        """One snapshot."""
+    def of(cls, core: _core.Core, tables: dict[str, int] | None = None) -> EngineMetrics:
+        """One snapshot of the core, beside what the model says of its tables."""
         m = core.metrics()
         t, votes = m["totals"], m["votes"]
         return cls(
@@ -111,6 +114,7 @@ class EngineMetrics:
             host_time=Times(tuple(m["host_time"]["counts"]), m["host_time"]["sum_ns"]),
             bubble=m["bubble"],
             overlap=m["overlap"],
+            tables=dict(tables or {}),
         )
 
 

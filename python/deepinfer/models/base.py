@@ -81,6 +81,7 @@ class ModelOptions:
         keep_tokens: last tokens of a prompt that truncation leaves whole.
         max_backtracking: most rows one step may write past the last one that counts.
         max_draft: most drafts of a sequence and step.
+        table_cache_bytes: host memory for rows of tables that stay in their files, all tables together.
     """
 
     cache_form: CacheForm = "auto"
@@ -88,6 +89,7 @@ class ModelOptions:
     keep_tokens: int | None = None
     max_backtracking: int | None = None
     max_draft: int = 0
+    table_cache_bytes: int | None = None
 
 
 @dataclass
@@ -200,6 +202,16 @@ class ConfigurableModel(Model, Protocol):
 
     def configure(self, options: ModelOptions) -> ModelOptions:
         """Called once, before ``kv_groups``; gives what holds. Raises ``ConfigError`` naming the setting."""
+
+
+@runtime_checkable
+class TableModel(Model, Protocol):
+    """A model that reads rows of tables outside of its parameters."""
+
+    def table_counters(self) -> dict[str, int]:
+        """Totals since loading: ``rows`` asked for, ``lookups`` of distinct ones, ``hits``, ``misses``, ``evictions`` of the cache,
+        ``bytes_read`` behind it; and its ``capacity`` in rows. Empty without tables. May be called from any thread.
+        """
 
 
 @runtime_checkable

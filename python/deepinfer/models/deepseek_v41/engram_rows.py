@@ -8,6 +8,7 @@ the launches: ids that the device fills in are known by then.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -35,6 +36,16 @@ class EngramReader:
         self._multipliers, self._primes, self._offsets = topology.tensors(device)
         self._pad = int(token_map[topology.pad_token])
         self._map = token_map.to(device)
+
+    def set_cache(self, cache_bytes: int) -> None:
+        """Bounds what all tables together keep of their rows in memory, begun empty."""
+        for table in self._tables:
+            table.set_cache(cache_bytes // len(self._tables))
+
+    def counters(self) -> dict[str, int]:
+        """``engram_table.RowCounters`` of all tables together, and the rows their caches have room for."""
+        each = [asdict(table.counters) | {"capacity": table.capacity} for table in self._tables]
+        return {name: sum(one[name] for one in each) for name in each[0]}
 
     def read(self, ids: torch.Tensor, step: StepRows, ring: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """For token ids int64 ``[T]``: per table its rows ``[T, width]``, and the dead rows, bool ``[T]``.

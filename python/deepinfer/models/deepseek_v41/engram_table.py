@@ -86,11 +86,15 @@ class EngramTable:
         self.rows, self.name = rows, name
         self.counters = RowCounters()
         self._values, self._scales = values, scales
-        self._sets = max(cache_bytes, 0) // (self.record_bytes * _WAYS)
+        self._clock = 0
+        self.set_cache(cache_bytes)
+
+    def set_cache(self, cache_bytes: int) -> None:
+        """Begins an empty cache of at most ``cache_bytes``; a small table takes no more places than ``_WAYS`` for each of its rows."""
+        self._sets = min(max(cache_bytes, 0) // (self.record_bytes * _WAYS), self.rows)
         self._records = np.empty((self._sets, _WAYS, self.record_bytes), np.uint8)
         self._held = np.full((self._sets, _WAYS), -1, np.int64)
         self._used = np.zeros((self._sets, _WAYS), np.int64)
-        self._clock = 0
 
     @property
     def capacity(self) -> int:

@@ -140,8 +140,14 @@ class DeepseekV41Model:
         form = options.cache_form
         if form == "auto":
             form = "packed" if packs(t) else "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-        self._options = ModelOptions(form, options.truncation, keep, back, options.max_draft)
+        if options.table_cache_bytes is not None and self._engram is not None:
+            self._engram.set_cache(options.table_cache_bytes)
+        self._options = ModelOptions(form, options.truncation, keep, back, options.max_draft, options.table_cache_bytes)
         return self._options
+
+    def table_counters(self) -> dict[str, int]:
+        """See ``models.base.TableModel``."""
+        return {} if self._engram is None else self._engram.counters()
 
     def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:
         """See ``caches``."""

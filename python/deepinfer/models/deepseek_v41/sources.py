@@ -8,7 +8,6 @@ unknown tensors, other shapes and packings (headers), NaN among the scales (a tw
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -29,14 +28,6 @@ from .topology import DeepseekV41Topology
 _SCAN_BYTES = 1 << 26
 _NAN_SCALE = 255
 _PLAIN_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
-
-
-def _bounded(cache_bytes: int | None, table: Weight) -> int:
-    """A small table's cache is not larger than some tables: as much holds nearly all rows, however they fall into sets.
-
-    What is in memory as a whole needs none.
-    """
-    return 0 if cache_bytes is None else min(cache_bytes, 8 * prod(table.shape))
 
 
 class DeepseekV41Source(Protocol):
@@ -152,10 +143,10 @@ class ReleasedSource(_Listed):
             values = self._rows(weight.name, cache_bytes)
             if weight.scale is None:
                 dtype = _PLAIN_DTYPES[self._stored.dtypes[weight.name]]
-                opened[layer] = EngramTable(values, None, _bounded(cache_bytes, weight), weight.name, dtype)
+                opened[layer] = EngramTable(values, None, cache_bytes or 0, weight.name, dtype)
             else:
                 scales = self._rows(weight.scale.name, cache_bytes)
-                opened[layer] = EngramTable(values, scales, _bounded(cache_bytes, weight), weight.name)
+                opened[layer] = EngramTable(values, scales, cache_bytes or 0, weight.name)
         return opened
 
     def _rows(self, name: str, cache_bytes: int | None) -> np.ndarray:
@@ -193,7 +184,7 @@ class DrawnSource(_Listed):
         for layer, weight in zip(self._layers, self._tables, strict=True):
             drawn = Drawn(weight, self._seed)
             scales = None if weight.scale is None else DrawnRows(drawn, weight.scale)
-            opened[layer] = EngramTable(DrawnRows(drawn, weight.stored), scales, _bounded(cache_bytes, weight), weight.name)
+            opened[layer] = EngramTable(DrawnRows(drawn, weight.stored), scales, cache_bytes or 0, weight.name)
         return opened
 
 
