@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,9 @@ import numpy as np
 import torch
 from mlx_lm.models import deepseek_v41 as theirs
 
+from deepinfer.kernels.rope import RopeParameters
 from deepinfer.models.deepseek_v41.topology import DeepseekV41Topology
+from deepseek_v41.arithmetic import frequencies
 from deepseek_v41.sequential import Shared, in_order
 
 
@@ -82,6 +85,83 @@ class _Spy:
         record.outputs[self._number].append(out)
         record.shared[self._number] = dict(shared)
         return out
+
+
+def _turner(rope: RopeParameters) -> Callable[..., Any]:
+    """Rotation with the reference's angles, in the place of mlx-lm's."""
+    inverse_periods = frequencies(rope)
+
+    def turn(x: Any, _: Any, *, rope_dim: int, offset: int = 0, scale: float = 1.0, inverse: bool = False) -> Any:
+        assert rope_dim == rope.head_dim
+        positions = (offset + torch.arange(x.shape[1])) * scale
+        angle = positions.float()[:, None] * inverse_periods
+        wide = [1] * (x.ndim - 3)
+        cos, sin = (mx.array(f(angle).numpy()).reshape(x.shape[1], *wide, -1) for f in (torch.cos, torch.sin))
+        if inverse:
+            sin = -sin
+        tail = x[..., -rope_dim:].reshape(*x.shape[:-1], -1, 2)
+        turned = mx.stack([tail[..., 0] * cos - tail[..., 1] * sin, tail[..., 1] * cos + tail[..., 0] * sin], axis=-1)
+        return mx.concatenate([x[..., :-rope_dim], turned.reshape(*x.shape[:-1], rope_dim)], axis=-1)
+
+    return turn
+
+
+class LayerOracle:
+    """One layer behind a context that is given, without roundings.
+
+    It turns by the reference's angles: far from the start the last bits of a frequency, which libraries compute differently,
+    are a visible phase.
+    """
+
+    def __init__(self, config: Mapping[str, Any], topology: DeepseekV41Topology, index: int, weights: Mapping[str, torch.Tensor]) -> None:
+        self._args = theirs.ModelArgs.from_dict(dict(config))
+        self._plan, self._topology = topology.layers[index], topology
+        prefix = f"layers.{index}."
+        given = {name: mx.array(weights[name].numpy()) for name in weights if name.startswith(prefix) and ".engram." not in name}
+        named = theirs.Model.sanitize(SimpleNamespace(args=self._args), given)
+        self._layer = theirs.DecoderLayer(self._args, index)
+        self._layer.load_weights([(name.removeprefix(f"model.{prefix}"), value) for name, value in named.items()], strict=True)
+
+    def run(
+        self, streams: torch.Tensor, pre: torch.Tensor, first: int, shared: Shared, restored: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams and mix behind the layer for rows from position ``first`` on; ``shared`` gives and takes what layers share."""
+        plan, t = self._plan, self._topology
+        cache = theirs.LayerCache(t.attention.window)
+        cache.offset, cache.window = first, mx.array(shared.history[plan.index].numpy())[None]
+        if restored is not None:
+            cache.compress_kv, cache.index_k = (mx.array(value.numpy())[None] for value in restored)
+        handed: dict[str, Any] = {}
+        if plan.kv_source not in (None, plan.index):
+            assert plan.kv_source is not None and plan.index_source is not None
+            handed["compress_kv"] = mx.array(shared.entries[plan.kv_source].numpy())[None]
+            handed["index_k"] = mx.array(shared.index_keys[plan.kv_source].numpy())[None]
+            if plan.index_source != plan.index:
+                handed["topk_idx"] = mx.array(shared.selections[plan.index_source].numpy())[None].astype(mx.int32)
+        if plan.candidates:
+            assert shared.pool is not None
+            entries = handed["index_k"].shape[1]
+            handed["candidates"] = mx.array(shared.pool.repeat_interleave(t.attention.candidate_block, 1)[:, :entries].numpy())[None]
+        index = theirs._window_indices(previous=cache.window.shape[1], length=len(streams), window=t.attention.window)
+        real = {name: getattr(theirs, name) for name in ("_fake_quant_fp8", "_fake_quant_fp4", "_apply_rope")}
+        theirs._fake_quant_fp8 = theirs._fake_quant_fp4 = lambda x, *_, **__: x
+        theirs._apply_rope = _turner(t.rope_compress if plan.stretched_rope else t.rope_main)
+        try:
+            out = self._layer(
+                mx.array(streams.numpy())[None], mx.array(pre.numpy())[None],
+                start_pos=first, window_idx=index[None], cache=cache, shared=handed,
+            )  # fmt: skip
+            mx.eval(out)
+        finally:
+            for name, function in real.items():
+                setattr(theirs, name, function)
+        if plan.kv_source == plan.index:
+            shared.entries[plan.index], shared.index_keys[plan.index] = to_torch(cache.compress_kv), to_torch(cache.index_k)
+        if plan.index_source == plan.index:
+            shared.selections[plan.index] = in_order(to_torch(handed["topk_idx"]))
+        if plan.index == t.shared.candidate_source:
+            shared.pool = to_torch(handed["candidates"])[:, :: t.attention.candidate_block]
+        return to_torch(out[0]), to_torch(out[1])
 
 
 class Oracle:

@@ -12,7 +12,8 @@ Use: ``model = Sequential(topology, weights, Run(caches=False))``, then
 - ``drafts.draft(model, forward.taps, ...)`` → one call of the draft stages.
 
 Weights are a mapping from checkpoint names to float32 tensors of logical shape (see ``weights_kit``). A window never reaches below
-the first row that a layer runs on: with ``first`` or ``keep`` that is the floor of a replay.
+the first row that a layer runs on: with ``first`` or ``keep`` that is the floor of a replay. To go on behind a long context instead,
+call ``layer`` with ``first``, ``restored`` entries and window rows in ``shared.history``.
 """
 
 from __future__ import annotations
@@ -49,10 +50,20 @@ class Shared:
     """Candidate blocks, bool ``[R, blocks]``."""
     windows: dict[int, torch.Tensor] = field(default_factory=dict)
     """Window rows of every layer ``[R, head_dim]``, turned and rounded."""
+    history: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Window rows of the positions just before the first row, oldest first: given to continue a sequence, never made."""
 
     def copy(self) -> Shared:
         """The same tensors in dictionaries of their own."""
-        return Shared(dict(self.entries), dict(self.index_keys), dict(self.selections), dict(self.scores), self.pool, dict(self.windows))
+        return Shared(
+            entries=dict(self.entries),
+            index_keys=dict(self.index_keys),
+            selections=dict(self.selections),
+            scores=dict(self.scores),
+            pool=self.pool,
+            windows=dict(self.windows),
+            history=dict(self.history),
+        )
 
     def without(self, layer: int, candidate_source: int | None) -> Shared:
         """A copy in which ``layer`` has shared nothing yet."""
@@ -236,9 +247,13 @@ class Sequential(Parts):
         sizes = self.topology.attention
         sink, results = self.weights[f"layers.{plan.index}.attn.attn_sink"], []
         back = torch.arange(sizes.window - 1, -1, -1)
+        earlier = shared.history.get(plan.index)
+        before = 0 if earlier is None else earlier.shape[0]
+        if earlier is not None:
+            window = torch.cat((earlier, window))
         for start in range(0, q.shape[0], _CHUNK):
             part = slice(start, start + _CHUNK)
-            row = start + torch.arange(q[part].shape[0])[:, None] - back
+            row = before + start + torch.arange(q[part].shape[0])[:, None] - back
             rows, present = window[row.clamp_min(0)], row >= 0
             if plan.kv_source is not None and plan.index_source is not None:
                 entries, chosen = shared.entries[plan.kv_source], shared.selections[plan.index_source][part]
@@ -263,7 +278,7 @@ class Sequential(Parts):
         restored: tuple[torch.Tensor, torch.Tensor] | None = None,
         keep_scores: bool = False,
     ) -> LayerOutput:
-        """Layer ``index`` on the tokens from position ``first`` on; its window does not reach below that.
+        """Layer ``index`` on the tokens from position ``first`` on; its window reaches below that only into ``shared.history``.
 
         ``streams`` ``[R, n, d]`` and ``pre`` ``[R, n]`` as the layer before left them; ``rows`` ``[R, columns]`` for Engram.
         What the layer shares is added to ``shared`` (or taken from there, if present).

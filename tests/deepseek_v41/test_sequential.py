@@ -215,6 +215,46 @@ def test_released_weights_are_values_of_their_formats() -> None:
     assert torch.equal(fake_quantise(weights["layers.1.engram.embed.weight"], FP8_ROWS), weights["layers.1.engram.embed.weight"])
 
 
+def test_harsh_weights_leave_numbers_finite() -> None:
+    weights, harsh = RandomWeights(narrow(), 3, harsh=True), ids()[:40].clone()
+    harsh[[0, 1, 9, 10, 11, 30]] = torch.tensor([5, 5, 6, 6, 7, 5])
+    seen = Sequential(narrow(), weights).forward(harsh)
+    assert bool(seen.logits.isfinite().all()) and float(seen.inputs[1][0].abs().max()) > 200
+    # nothing precedes the first token: with an embedding of zero it stays zero until something is added to it
+    assert torch.equal(seen.shared.windows[0][0], torch.zeros(narrow().attention.head_dim))
+    assert torch.equal(seen.inputs[0][0][0], torch.zeros(4, 256)) and float(seen.inputs[0][0][9].abs().max()) < 1e-10
+    assert float(weights["layers.2.attn.wkv.weight"].abs().sum(1).min()) == 0
+
+
+def test_bfloat16_runs_stay_near() -> None:
+    weights = RandomWeights(narrow(), 3, released=True)
+    exact, short = (
+        Sequential(narrow(), weights, Run(caches=False, dtype=dtype)).forward(ids()[:32]) for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert short.inputs[5][0].dtype == torch.bfloat16 and short.logits.dtype == torch.float32
+    error = (short.logits - exact.logits).abs()
+    assert 1e-3 < float(error.median()) < 0.1
+
+
+def test_a_layer_goes_on_behind_a_given_context() -> None:
+    """Two halves of a sequence, the second with the first one's rows as its past, make what the whole makes."""
+    cut = 40
+    for layer in (2, 3, 4, 5, 6, 7):
+        streams, pre = full().inputs[layer]
+        shared = full().shared.without(layer, 5)
+        shared.history[layer] = full().shared.windows[layer][:cut]
+        for values in (shared.selections, shared.windows):
+            values.update({other: rows[cut:] for other, rows in values.items()})
+        if shared.pool is not None:
+            shared.pool = shared.pool[cut:]
+        ratio, past = narrow().shared.ratios[layer], None
+        if layer in full().shared.entries:
+            past = (full().shared.entries[layer][: cut // ratio], full().shared.index_keys[layer][: cut // ratio])
+        rows = model(False).engram_rows(1, ids())[cut:] if layer == 3 else None
+        out = model(False).layer(layer, streams[cut:], pre[cut:], shared, first=cut, restored=past, rows=rows)
+        assert torch.allclose(out.streams, full().inputs[layer + 1][0][cut:], atol=1e-5), layer
+
+
 def test_full_width_has_every_kind_of_layer() -> None:
     t = full_width()
     assert [plan.kind.value for plan in t.layers] == ["window", "full", "reuse", "full", "reindex"]

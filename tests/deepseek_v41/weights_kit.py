@@ -7,6 +7,8 @@
 - ``RandomWeights(topology, seed)`` → mapping from checkpoint names to float32 tensors of logical shape; each is made when asked for
   (and kept, unless ``keep=False``), from ``(seed, name)`` alone, so a model of fewer layers has the same weights in them.
   ``released=True`` gives only values that the released formats hold, so that a checkpoint in those formats has the same numbers.
+  ``harsh=True`` adds what trained weights have and random ones do not: outputs that are zero, inputs that are amplified, blocks whose
+  scale is the least a format can hold; tokens ``HARSH_TOKENS`` have embeddings that are zero, tiny and with outliers.
 
 Values are whole numbers times a constant, so they are the same bits on every machine and with every library version. Nothing is
 left at the value of an untrained model: sinks, biases, mixes, norms and gates all matter.
@@ -37,6 +39,7 @@ from deepinfer.kernels.block_formats import (
 from deepinfer.models.deepseek_v41.parameters import Form, ParameterSpec, Part, checkpoint_parameters
 from deepinfer.models.deepseek_v41.topology import DeepseekV41Topology, read_topology
 
+HARSH_TOKENS = (5, 6, 7)
 DATA = Path(__file__).resolve().parents[1] / "data" / "deepseek_v41"
 
 
@@ -111,6 +114,23 @@ def made(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return values * (gain * shape[-1] ** -0.5)
 
 
+def _harsher(name: str, values: torch.Tensor) -> torch.Tensor:
+    place = zlib.crc32(name.encode())
+    if name == "embed.weight":
+        zero, tiny, outliers = HARSH_TOKENS
+        values[zero] = 0
+        values[tiny] *= 2.0**-40
+        values[outliers, place % values.shape[1]] = 300.0
+    elif re.search(r"(w[1-3kqvo]\w*|main_proj|gate|weights_proj|fn)(\.weight)?$", name) and values.ndim == 2:
+        values[place % values.shape[0]] = 0
+        values[:, place % values.shape[1]] *= 16
+        values[-32:, -32:] *= 2.0**-120
+    elif re.search(r"(norm\d?|_norm)\.weight$", name):
+        values[place % values.shape[0]] = 12.0
+        values[(place + 1) % values.shape[0]] = 0.0
+    return values
+
+
 def _as_released(spec: ParameterSpec, values: torch.Tensor) -> torch.Tensor:
     """The nearest values of the tensor's form; ``spec`` is that of a quantised checkpoint."""
     if spec.form is Form.FP8 and spec.part is Part.ENGRAM_TABLE:
@@ -125,16 +145,20 @@ def _as_released(spec: ParameterSpec, values: torch.Tensor) -> torch.Tensor:
 class RandomWeights(Mapping[str, torch.Tensor]):
     """Weights of a topology under checkpoint names; see the module's note."""
 
-    def __init__(self, topology: DeepseekV41Topology, seed: int = 0, *, released: bool = False, keep: bool = True) -> None:
+    def __init__(
+        self, topology: DeepseekV41Topology, seed: int = 0, *, released: bool = False, harsh: bool = False, keep: bool = True
+    ) -> None:
         self._specs = {spec.name: spec for spec in checkpoint_parameters(replace(topology, quantised_weights=False))}
         self._forms = {spec.name: spec for spec in checkpoint_parameters(replace(topology, quantised_weights=True))}
-        self._seed, self._released, self._keep = seed, released, keep
+        self._seed, self._released, self._harsh, self._keep = seed, released, harsh, keep
         self._made: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         found = self._made.get(name)
         if found is None:
             found = made(name, self._specs[name].shape, self._seed)
+            if self._harsh:
+                found = _harsher(name, found)
             if self._released:
                 found = _as_released(self._forms[name], found)
             if self._keep:
