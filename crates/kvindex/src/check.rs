@@ -23,6 +23,7 @@ impl BlockPool {
         self.recount_pins(&states)?;
         self.check_index(&states)?;
         self.check_eviction_order()?;
+        self.snapshots.check()?;
         self.check_pages(&states)
     }
 

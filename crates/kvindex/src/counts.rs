@@ -45,6 +45,8 @@ pub struct PoolStats {
     pub evicted: u64,
     /// Refused calls.
     pub misuse: u64,
+    /// Snapshots given up for others.
+    pub snapshots_evicted: u64,
     /// Events lost to a full log.
     pub events_lost: u64,
 }

@@ -1,7 +1,7 @@
 //! Chain hash, block pool, prefix index and state slots.
 //!
 //! Owns: which block is free, cached, held or parked; who holds it (sequences and transfers, counted apart); which prefix is
-//! matchable; the order of eviction; when a released block or slot may be reused; the identity of a prefix; the bounded
+//! matchable; the order of eviction; which blocks have a snapshot of a sequence's state; when a released block or slot may be reused; the identity of a prefix; the bounded
 //! log of changes to the index.
 //!
 //! Never touches: KV bytes, tokens' meaning, sequences and their order, clocks, threads, locks, files, sockets, Python.
@@ -25,6 +25,7 @@ mod publish;
 mod refs;
 mod reservation;
 mod side_by_side;
+mod snapshots;
 mod state_slots;
 
 pub use counts::{Counts, PoolStats};
@@ -35,4 +36,5 @@ pub use ids::{Block, BlockHash, Fence, Owner, Seq, StateSlot, StepId, TransferId
 pub use parts::{Part, PartSet, Tier};
 pub use pool::{BlockPool, Hit, PoolConfig, PoolGroup, Published};
 pub use reservation::{Need, reserve};
+pub use snapshots::SnapshotPlace;
 pub use state_slots::StateSlots;

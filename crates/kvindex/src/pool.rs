@@ -11,6 +11,7 @@ use crate::node::Node;
 use crate::pages::PageGroup;
 use crate::parked::Parked;
 use crate::parts::PartSet;
+use crate::snapshots::Snapshots;
 
 /// One paged group as the pool sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +90,7 @@ pub struct BlockPool {
     pub(crate) ref_totals: [u64; 2],
     pub(crate) further: Box<[PageGroup]>,
     pub(crate) transfers: Vec<OpenTransfer>,
+    pub(crate) snapshots: Snapshots,
     pub(crate) events: Option<EventLog>,
     pub(crate) prefix_caching: bool,
     /// Newest step that any release named.
@@ -140,6 +142,7 @@ impl BlockPool {
             ref_totals: [0; 2],
             further: further.iter().map(|g| PageGroup::new(first.num_pages, g.num_pages, g.pages_per_block)).collect(),
             transfers: Vec::new(),
+            snapshots: Snapshots::default(),
             events,
             prefix_caching: config.prefix_caching,
             last_fence: 0,

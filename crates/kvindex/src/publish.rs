@@ -179,6 +179,7 @@ impl BlockPool {
         self.nodes[block.index()].hash = BlockHash::NONE;
         self.nodes[block.index()].parent = Block::NULL;
         self.parts[block.index()] = PartSet::EMPTY;
+        self.snapshots.forget(block);
     }
 
     fn event(&self, block: Block, stored: bool) -> Event {
