@@ -58,7 +58,7 @@ class Driver:
         slot = self.core.schedule(self.now)
         if slot >= 0:
             fields = self.ring[slot]
-            for state, index, generation, _computed in fields["admitted"][: 4 * int(fields["header"][11])].reshape(-1, 4).tolist():
+            for state, index, generation, *_ in fields["admitted"].reshape(-1, 6)[: int(fields["header"][11])].tolist():
                 self.in_slot[state] = generation << 32 | index
         return slot
 

@@ -20,6 +20,7 @@ __all__ = [
     "MtpRuntime",
     "PagedGroup",
     "StateGroup",
+    "WindowRule",
     "bench_chain_hash",
     "bench_prefix_match",
     "bench_steps",
@@ -62,6 +63,46 @@ class StateGroup:
     def cut(self) -> int: ...
 
 @final
+class WindowRule:
+    """Where sequences of a model with windows begin after a hit (see docs/architecture.md); everything but ``exact`` and
+    ``truncated`` is in layers or tokens.
+
+    ``encoder`` layers lie before the last one that writes block KV, ``decoder`` layers are the rest. Hits, starts and snapshots are
+    multiples of ``grain``; a chunk of prefill passes the last one in its prompt by at most ``backtrack`` tokens. Not ``exact``: rows
+    are computed again as the model was trained to bear. ``keep``: last tokens of a prompt that pass the decoder where it is
+    ``truncated``, or at least where results are not exact; there it must be ``window + backtrack`` or more.
+    """
+
+    def __new__(
+        cls,
+        *,
+        encoder: int,
+        decoder: int,
+        window: int,
+        grain: int,
+        backtrack: int,
+        exact: bool = True,
+        keep: int = 0,
+        truncated: bool = False,
+    ) -> WindowRule: ...
+    @property
+    def encoder(self) -> int: ...
+    @property
+    def decoder(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def grain(self) -> int: ...
+    @property
+    def backtrack(self) -> int: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def keep(self) -> int: ...
+    @property
+    def truncated(self) -> bool: ...
+
+@final
 class CoreConfig:
     """Everything a core is built from.
 
@@ -78,6 +119,7 @@ class CoreConfig:
 
     ``host_blocks`` and ``host_slots`` bound the host memory that victims of preemption are swapped to (see ``Core.set_rates``): page
     ``j`` of host block ``b`` in a group is its host page ``b * pages_per_block + j``. Host ids in the ring count from 0.
+    ``snapshot_slots``: places for copies of sequences' states, of a model with a ``WindowRule`` and replicas.
     """
 
     def __new__(
@@ -108,7 +150,8 @@ class CoreConfig:
         engine_type: Literal["normal", "prompt", "completion"] = "normal",
         host_blocks: int = 0,
         host_slots: int = 0,
-        hit_rule: Literal["all", "state_slice"] = "all",
+        snapshot_slots: int = 0,
+        hit_rule: Literal["all", "state_slice"] | WindowRule | None = None,
         model: str = "",
         revision: str = "",
         weight_format: str = "",
@@ -136,6 +179,8 @@ class CoreConfig:
     @property
     def host_slots(self) -> int: ...
     @property
+    def snapshot_slots(self) -> int: ...
+    @property
     def engine_type(self) -> Literal["normal", "prompt", "completion"]: ...
     @property
     def max_in_flight(self) -> int: ...
@@ -162,12 +207,13 @@ class PoolCounts(TypedDict):
 @type_check_only
 class Counts(TypedDict):
     """Counts of every pool; ``groups`` has one entry for each paged group. Those of host memory are zero where there is none, and
-    else count one reserved id that is never used."""
+    else count one reserved id that is never used. Of ``snapshots`` the ``cached`` ones are ready, the ``held`` ones in use."""
 
     groups: list[PoolCounts]
     slots: PoolCounts
     host_blocks: PoolCounts
     host_slots: PoolCounts
+    snapshots: PoolCounts
 
 @type_check_only
 class Times(TypedDict):

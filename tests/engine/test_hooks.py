@@ -28,7 +28,7 @@ class Recorder(Engine):
     def post_schedule(self, slot: int) -> None:
         self.calls["post_schedule"] += 1
         a = self._runner.ring.slots[slot].a
-        for state_slot, index, generation, computed in a["admitted"].reshape(-1, 4)[: int(a["header"][11])].tolist():
+        for state_slot, index, generation, computed, *_ in a["admitted"].reshape(-1, 6)[: int(a["header"][11])].tolist():
             if computed:
                 self.planned.append((generation << 32 | index, state_slot, computed))
         if self.broken == "post_schedule":

@@ -1,8 +1,8 @@
-//! `CoreConfig`, `PagedGroup`, `StateGroup`: the scheduler's configuration as Python writes it.
+//! `CoreConfig`, `PagedGroup`, `StateGroup`, `WindowRule`: the scheduler's configuration as Python writes it.
 
 use deepinfer_kvindex::Root;
 use deepinfer_scheduler::{
-    ChunkCost, ChunkPolicy, Config, EngineType, GroupSpec, HitRule, Limits, Policy, Source, StepPolicy,
+    ChunkCost, ChunkPolicy, Config, EngineType, GroupSpec, HitRule, Limits, Policy, Source, StepPolicy, WindowRule,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -52,6 +52,65 @@ impl StateGroup {
     fn __repr__(&self) -> String {
         let Self { stored, dropped, replicas, ring, cut } = self;
         format!("StateGroup(stored={stored}, dropped={dropped}, replicas={replicas}, ring={ring}, cut={cut})")
+    }
+}
+
+/// Where sequences of a model with windows begin after a hit.
+#[pyclass(frozen, get_all, name = "WindowRule", module = "deepinfer._core")]
+pub struct PyWindowRule {
+    encoder: u32,
+    decoder: u32,
+    window: u32,
+    grain: u32,
+    backtrack: u32,
+    exact: bool,
+    keep: u32,
+    truncated: bool,
+}
+
+#[pymethods]
+impl PyWindowRule {
+    #[new]
+    #[pyo3(signature = (*, encoder, decoder, window, grain, backtrack, exact = true, keep = 0, truncated = false))]
+    // One keyword for each number of the rule.
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        encoder: u32,
+        decoder: u32,
+        window: u32,
+        grain: u32,
+        backtrack: u32,
+        exact: bool,
+        keep: u32,
+        truncated: bool,
+    ) -> Self {
+        Self { encoder, decoder, window, grain, backtrack, exact, keep, truncated }
+    }
+
+    /// Python's own names of the two truth values.
+    fn __repr__(&self) -> String {
+        let Self { encoder, decoder, window, grain, backtrack, keep, .. } = self;
+        let [exact, truncated] = [self.exact, self.truncated].map(|on| if on { "True" } else { "False" });
+        format!(
+            "WindowRule(encoder={encoder}, decoder={decoder}, window={window}, grain={grain}, backtrack={backtrack}, \
+             exact={exact}, keep={keep}, truncated={truncated})"
+        )
+    }
+}
+
+fn hit_rule(rule: Option<&Bound<'_, PyAny>>) -> PyResult<HitRule> {
+    let Some(rule) = rule else { return Ok(HitRule::All) };
+    if let Ok(rule) = rule.cast::<PyWindowRule>() {
+        let &PyWindowRule { encoder, decoder, window, grain, backtrack, exact, keep, truncated } = rule.get();
+        return Ok(HitRule::Window(WindowRule { encoder, decoder, window, grain, backtrack, exact, keep, truncated }));
+    }
+    match rule.extract::<&str>() {
+        Ok("all") => Ok(HitRule::All),
+        Ok("state_slice") => Ok(HitRule::StateSlice),
+        _ => {
+            let text = format!("hit_rule is {}; use \"all\", \"state_slice\" or a WindowRule", rule.repr()?);
+            Err(error::named(rule.py(), "ConfigError", text))
+        }
     }
 }
 
@@ -115,8 +174,8 @@ impl CoreConfig {
         max_in_flight = 1, device_ordered = false, prefix_caching = true, event_capacity = 0, max_chunk_tokens = 0, chunk_align = 1,
         step_policy = None, all_interval = 70, any_interval = 100, chunk_budget_ns = None, chunk_cost = (0.0, 0.0, 0.0, 0.0),
         bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, handover_lease_ns = 60_000_000_000,
-        engine_type = "normal", host_blocks = 0, host_slots = 0, hit_rule = "all", model = "", revision = "",
-        weight_format = "", kv_format = "", numerics = "", hit_policy = "exact", salt = Vec::new()
+        engine_type = "normal", host_blocks = 0, host_slots = 0, snapshot_slots = 0, hit_rule = None, model = "",
+        revision = "", weight_format = "", kv_format = "", numerics = "", hit_policy = "exact", salt = Vec::new()
     ))]
     // One keyword for each setting, so that a call reads like a configuration file.
     #[allow(clippy::too_many_arguments)]
@@ -147,7 +206,8 @@ impl CoreConfig {
         engine_type: &str,
         host_blocks: u32,
         host_slots: u32,
-        hit_rule: &str,
+        snapshot_slots: u32,
+        hit_rule: Option<Bound<'_, PyAny>>,
         model: &str,
         revision: &str,
         weight_format: &str,
@@ -157,17 +217,7 @@ impl CoreConfig {
         salt: Vec<u8>,
     ) -> PyResult<Self> {
         let groups = groups.iter().map(group_spec).collect::<PyResult<Vec<_>>>()?;
-        let hit_rule = match hit_rule {
-            "all" => HitRule::All,
-            "state_slice" => HitRule::StateSlice,
-            other => {
-                return Err(error::named(
-                    py,
-                    "ConfigError",
-                    format!("hit_rule is {other:?}; use \"all\" or \"state_slice\""),
-                ));
-            }
-        };
+        let hit_rule = self::hit_rule(hit_rule.as_ref())?;
         let step_policy = step_policy_named(py, step_policy)?;
         let chunk = chunk_policy(py, max_chunk_tokens, chunk_budget_ns, chunk_cost)?;
         let engine = match engine_type {
@@ -220,6 +270,7 @@ impl CoreConfig {
                 max_in_flight,
                 host_blocks,
                 host_slots,
+                snapshot_slots,
             },
         })
     }
@@ -267,6 +318,11 @@ impl CoreConfig {
     #[getter]
     fn host_slots(&self) -> u32 {
         self.config.host_slots
+    }
+
+    #[getter]
+    fn snapshot_slots(&self) -> u32 {
+        self.config.snapshot_slots
     }
 
     #[getter]

@@ -32,6 +32,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("DEBUG", cfg!(debug_assertions))?;
     module.add_class::<config::PagedGroup>()?;
     module.add_class::<config::StateGroup>()?;
+    module.add_class::<config::PyWindowRule>()?;
     module.add_class::<config::CoreConfig>()?;
     module.add_class::<core::Core>()?;
     module.add_class::<speculative::MtpRuntime>()?;

@@ -30,7 +30,7 @@ fn pool_counts<'py>(py: Python<'py>, counts: &Counts) -> PyResult<Bound<'py, PyD
     ))
 }
 
-/// `{"groups": [...], "slots": {...}, "host_blocks": {...}, "host_slots": {...}}`.
+/// `{"groups": [...], "slots": {...}, "host_blocks": {...}, "host_slots": {...}, "snapshots": {...}}`.
 pub fn counts<'py>(py: Python<'py>, counters: &Counters) -> PyResult<Bound<'py, PyDict>> {
     let groups = counters.groups.iter().map(|counts| pool_counts(py, counts)).collect::<PyResult<Vec<_>>>()?;
     let dict = PyDict::new(py);
@@ -38,6 +38,7 @@ pub fn counts<'py>(py: Python<'py>, counters: &Counters) -> PyResult<Bound<'py, 
     dict.set_item("slots", pool_counts(py, &counters.slots)?)?;
     dict.set_item("host_blocks", pool_counts(py, &counters.host_blocks)?)?;
     dict.set_item("host_slots", pool_counts(py, &counters.host_slots)?)?;
+    dict.set_item("snapshots", pool_counts(py, &counters.snapshots)?)?;
     Ok(dict)
 }
 
@@ -61,7 +62,10 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
         added,
         admitted,
         hit_tokens,
+        rerun_tokens,
         asked_tokens,
+        snapshots_taken,
+        snapshots_evicted,
         preemptions,
         swapped_out,
         swapped_in,
@@ -94,6 +98,9 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
     );
     for (name, count) in ["stop", "length", "abort", "error", "handover"].into_iter().zip(metrics.finished) {
         dict.set_item(format!("finished_{name}"), count)?;
+    }
+    for (name, count) in ["nothing", "snapshot", "slice", "rerun"].into_iter().zip(metrics.starts) {
+        dict.set_item(format!("start_{name}"), count)?;
     }
     Ok(dict)
 }

@@ -1,11 +1,13 @@
 //! Admission: from the head of the queue, everything a sequence needs at once or nothing.
 
+use crate::config::HitRule;
 use crate::fork::Sharing;
+use crate::hits::{Begin, StartKind};
 use crate::lanes::{NewLane, flag};
 use crate::pool::Status;
 use crate::scheduler::Scheduler;
 use crate::waiting::{Class, Place, Room};
-use deepinfer_kvindex::{Block, Fence, Owner, Part, Seq, StateSlot};
+use deepinfer_kvindex::{Block, Fence, Hit, Owner, Part, Seq, StateSlot};
 
 /// Candidates behind a refused head that one step looks at.
 const SCAN: u32 = 8;
@@ -22,7 +24,7 @@ pub(crate) enum Try {
 /// Where the leading blocks of a sequence come from.
 #[derive(Clone, Copy)]
 enum Start {
-    Hit { blocks: u32, leaf: Block },
+    Hit { blocks: u32, leaf: Block, begin: Begin, snapshot: Block },
     Fork(Sharing),
 }
 
@@ -171,7 +173,7 @@ impl Scheduler {
         }
         let start = self.sharing(seq).map_or_else(|| self.prefix_of(seq, target), Start::Fork);
         let (blocks, leaf) = match start {
-            Start::Hit { blocks, leaf } => (blocks, leaf),
+            Start::Hit { blocks, leaf, .. } => (blocks, leaf),
             Start::Fork(sharing) => (sharing.blocks, sharing.leaf),
         };
         let mut row = std::mem::take(&mut self.scratch);
@@ -184,15 +186,22 @@ impl Scheduler {
             cold.published = blocks;
             cold.cursor = leaf;
         }
-        let computed = match start {
-            Start::Hit { blocks, .. } => blocks << self.geometry.shift,
+        let (begin, cloned) = match start {
+            Start::Hit { begin, snapshot, .. } => {
+                self.note_start(&begin);
+                if !snapshot.is_null() {
+                    self.restore_snapshot(snapshot, slot.0);
+                }
+                (begin, false)
+            }
             Start::Fork(sharing) => {
                 self.clone_from_parent(&sharing, row.get(blocks as usize).copied(), slot);
-                sharing.computed
+                let parent = self.seqs.get(self.lanes.seq[sharing.lane]);
+                let whole_from = parent.map_or(0, |cold| cold.begin.whole_from);
+                (Begin { whole_from, ..Begin::whole(sharing.computed) }, true)
             }
         };
-        let cloned = matches!(start, Start::Fork(_));
-        let rows = self.take_lane(seq, slot, &row, computed, cloned, budget);
+        let rows = self.take_lane(seq, slot, &row, begin, cloned, budget);
         self.scratch = row;
         Try::In(rows)
     }
@@ -221,17 +230,23 @@ impl Scheduler {
 
     /// Longest usable prefix in the index: whole blocks, at most all but one token of the history.
     fn prefix_of(&self, seq: Seq, target: u32) -> Start {
-        let none = Start::Hit { blocks: 0, leaf: Block::NULL };
-        let Some(cold) = self.seqs.get(seq) else { return none };
-        if !self.prefix_caching || cold.flags.prompt_logprobs {
-            return none;
-        }
-        let most = (((target - 1) >> self.geometry.shift) as usize).min(cold.hashes.len());
-        let mut hit = self.kv.blocks.find_prefix(&cold.hashes[..most]);
-        if self.needs_slice() {
-            hit = self.kv.blocks.shorten_to(hit, Part::StateSlice);
-        }
-        Start::Hit { blocks: hit.blocks as u32, leaf: hit.leaf }
+        let hashes = match self.seqs.get(seq) {
+            Some(cold) if self.prefix_caching && !cold.flags.prompt_logprobs => &*cold.hashes,
+            _ => &[],
+        };
+        let most = (((target - 1) >> self.geometry.shift) as usize).min(hashes.len());
+        let hit = self.kv.blocks.find_prefix(&hashes[..most]);
+        let tokens = |hit: Hit| (hit.blocks as u32) << self.geometry.shift;
+        let (hit, begin, snapshot) = match &self.policy.hit_rule {
+            HitRule::All => (hit, Begin::whole(tokens(hit)), Block::NULL),
+            HitRule::StateSlice => {
+                let hit = self.kv.blocks.shorten_to(hit, Part::StateSlice);
+                let kind = if hit.blocks > 0 { StartKind::Slice } else { StartKind::Nothing };
+                (hit, Begin { kind, ..Begin::whole(tokens(hit)) }, Block::NULL)
+            }
+            HitRule::Window(rule) => self.begin_with_windows(rule, hit, target),
+        };
+        Start::Hit { blocks: hit.blocks as u32, leaf: hit.leaf, begin, snapshot }
     }
 
     /// Blocks kept free for the growth of those who run, so that an admission does not preempt them at once.
@@ -253,7 +268,8 @@ impl Scheduler {
         }
         let Some(mut holding) = self.seqs.get_mut(seq).and_then(|c| c.holding.take()) else { return Try::NoRoom };
         self.kv.blocks.alloc_many(self.kv.now, Owner::Sequence, need, &mut holding.row);
-        let rows = self.take_lane(seq, holding.slot, &holding.row, holding.computed, true, budget);
+        let begin = Begin::whole(holding.computed);
+        let rows = self.take_lane(seq, holding.slot, &holding.row, begin, true, budget);
         Try::In(rows)
     }
 
@@ -263,7 +279,7 @@ impl Scheduler {
         seq: Seq,
         slot: StateSlot,
         row: &[Block],
-        done: u32,
+        begin: Begin,
         keeps_state: bool,
         budget: u32,
     ) -> u32 {
@@ -276,6 +292,7 @@ impl Scheduler {
         let step = self.step + 1;
         let Some(cold) = self.seqs.get_mut(seq) else { return 0 };
         cold.admitted_by = step;
+        cold.begin = begin;
         let target = cold.history.len() as u32;
         let mut flags = 0;
         if !cold.stops.is_empty() || cold.least > target {
@@ -295,12 +312,12 @@ impl Scheduler {
         let recomputed = cold.preemptions > 0;
         if cold.times.admitted == 0 {
             cold.times.admitted = now;
-            cold.cached_tokens = done;
+            cold.cached_tokens = begin.hit;
         }
         let new = NewLane {
             seq,
             state: slot.0,
-            confirmed: done,
+            confirmed: begin.start,
             target,
             limit: self.engine.lane_limit(cold.limit, target),
             blocks: row.len() as u32,
@@ -312,16 +329,19 @@ impl Scheduler {
         let lane = self.lanes.push(&new, &mut self.seqs);
         let rows = self.first_chunk(lane, budget);
         self.lanes.rows[lane] = rows;
-        self.commands.admitted.push([slot.0 as i32, seq.index as i32, seq.generation as i32, done as i32]);
+        let Begin { start, hit, kind, .. } = begin;
+        let handle = [slot.0, seq.index, seq.generation].map(|word| word as i32);
+        let [slot_word, index, generation] = handle;
+        self.commands.admitted.push([slot_word, index, generation, start as i32, hit as i32, kind as i32]);
         if self.geometry.has_state && !keeps_state {
             self.commands.zero_states.push(slot.0 as i32);
         }
         self.commands.deltas += row.len() as u32 * self.geometry.pages_per_block;
         self.metrics.admitted += 1;
-        self.metrics.hit_tokens += u64::from(done);
+        self.metrics.hit_tokens += u64::from(hit);
         self.metrics.asked_tokens += u64::from(target);
         if recomputed {
-            self.metrics.recomputed_tokens += u64::from(target - done);
+            self.metrics.recomputed_tokens += u64::from(target - start);
         }
         rows
     }

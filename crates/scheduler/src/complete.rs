@@ -24,6 +24,7 @@ impl Scheduler {
         self.now = now;
         self.begin_outputs();
         self.end_arriving(step.0);
+        self.end_snapshots(step.0, true);
         let mut settle = false;
         if launch.decoding > 0 {
             if !launch.uniform {
@@ -61,6 +62,7 @@ impl Scheduler {
         }
         self.metrics.failed_steps += 1;
         self.end_leaving(step.0, false);
+        self.end_snapshots(step.0, false);
         self.fail_group();
         self.end_step(launch, now, true);
         Ok(self.outputs.view(step))
@@ -413,6 +415,7 @@ impl Scheduler {
             if self.prefix_caching {
                 self.publish_through(lane, confirmed >> self.geometry.shift);
             }
+            self.note_prompt_boundary(lane, rows);
             let prompt = self.seqs.get(seq).map_or(0, |c| c.prompt);
             if confirmed + u32::from(self.geometry.has_state) >= prompt {
                 self.release_forks_of(seq);

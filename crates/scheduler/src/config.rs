@@ -1,6 +1,7 @@
 //! What a scheduler is built for: KV groups, limits, policy; checked once, with an error that says what to change.
 
 use crate::chunk_policy::ChunkPolicy;
+use crate::hits::WindowRule;
 use crate::roles::EngineType;
 use crate::step_type::StepPolicy;
 use deepinfer_kvindex::{Event, Root};
@@ -61,6 +62,8 @@ pub enum HitRule {
     All,
     /// The boundary must have a stored state slice (recurrent or window state restored by the worker).
     StateSlice,
+    /// Windows of tokens beside block KV: restored, or made up by computing rows again.
+    Window(WindowRule),
 }
 
 /// Sizes of one engine.
@@ -145,6 +148,8 @@ pub struct Config {
     pub host_blocks: u32,
     /// State slots of host memory; a model with per-sequence state is swapped only if there are some.
     pub host_slots: u32,
+    /// Places for snapshots of sequences' states, of a model whose hit rule is [`HitRule::Window`]; 0 = none are kept.
+    pub snapshot_slots: u32,
     /// Steps that may be planned and not completed: 1 = serial, 2 = the next one is planned while the device runs one.
     pub max_in_flight: u32,
 }
@@ -181,6 +186,20 @@ pub enum ConfigError {
     /// A group without sources stores nothing.
     #[error("paged KV group {0} has no source")]
     NoSource(usize),
+    /// More drafts than the rings of a model's windows can take back.
+    #[error("max_draft is {value}; this model's windows can take back at most {most} rows: lower it")]
+    Drafts {
+        /// Given value.
+        value: u32,
+        /// Largest allowed value.
+        most: u32,
+    },
+    /// The hit rule is about state and there is none.
+    #[error("hit_window needs a state group: windows are what a sequence keeps beside its pages")]
+    NoState,
+    /// Nothing can be copied, or nothing asks for it.
+    #[error("snapshot_slots is {0}; snapshots need a hit_window and a replica of every state group: set it to 0")]
+    NoSnapshots(u32),
     /// A limit is below what one step needs.
     #[error("{what} is {value}; it must be at least {least}")]
     TooSmall {
@@ -368,6 +387,7 @@ impl Config {
             let (value, of) = (self.root.block_tokens, block_tokens);
             return Err(ConfigError::Divides { what: "root.block_tokens, equal to group 0's page_tokens,", value, of });
         }
+        self.check_hits(block_tokens)?;
         Ok(Geometry {
             block_tokens,
             shift: block_tokens.trailing_zeros(),
@@ -391,13 +411,29 @@ impl Config {
         let pages =
             geometry.sections.iter().map(|s| u64::from(s.num_pages)).sum::<u64>().saturating_mul(BYTES_PER_PAGE);
         let events = (self.event_capacity as u64).saturating_mul(size_of::<Event>() as u64);
-        let host = (u64::from(self.host_blocks) + u64::from(self.host_slots)) * BYTES_PER_HOST_ID;
+        let host_ids = [self.host_blocks, self.host_slots, self.snapshot_slots].map(u64::from);
+        let host = host_ids.iter().sum::<u64>() * BYTES_PER_HOST_ID;
         let bytes = rows.saturating_add(pages).saturating_add(events).saturating_add(host);
         let mut probe: Vec<u8> = Vec::new();
         usize::try_from(bytes)
             .ok()
             .and_then(|wanted| probe.try_reserve_exact(wanted).ok())
             .ok_or(ConfigError::Memory(bytes))
+    }
+
+    /// Whether the hit rule and its snapshots have what they need of the state groups.
+    fn check_hits(&self, block_tokens: u32) -> Result<(), ConfigError> {
+        let states = self.groups.iter().filter_map(|group| match group {
+            GroupSpec::State { cut, replicas, .. } => Some((*cut, *replicas)),
+            GroupSpec::Paged { .. } => None,
+        });
+        let (cuts, replicas): (Vec<u32>, Vec<u8>) = states.unzip();
+        let mut can_keep = false;
+        if let HitRule::Window(rule) = &self.policy.hit_rule {
+            rule.check(block_tokens, &cuts, self.limits.max_draft)?;
+            can_keep = replicas.iter().all(|&copies| copies > 0);
+        }
+        if self.snapshot_slots == 0 || can_keep { Ok(()) } else { Err(ConfigError::NoSnapshots(self.snapshot_slots)) }
     }
 
     fn check_limits(&self) -> Result<(), ConfigError> {
@@ -414,6 +450,7 @@ impl Config {
         at_least("ring_slots", self.ring_slots.into(), 3)?;
         below("ring_slots", self.ring_slots.into(), 64)?;
         below("host_slots", self.host_slots.into(), 1 << 31)?;
+        below("snapshot_slots", self.snapshot_slots.into(), 1 << 24)?;
         at_least("max_in_flight", self.max_in_flight.into(), 1)?;
         below("max_in_flight", self.max_in_flight.into(), 3)?;
         at_least("chunk_align", self.policy.chunk_align.into(), 1)?;

@@ -101,6 +101,9 @@ impl Scheduler {
         let hold = finish == Finish::Handover || natural && self.seqs.get(seq).is_some_and(|c| c.flags.hold);
         self.unqueue(seq);
         if let Some(lane) = self.seqs.lane(seq) {
+            if natural || finish == Finish::Handover {
+                self.note_snapshot(lane);
+            }
             self.leave_lane(lane, if hold { Leave::Hold } else { Leave::Release });
         }
         if !hold && let Some(holding) = self.seqs.get_mut(seq).and_then(|c| c.holding.take()) {

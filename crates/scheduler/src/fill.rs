@@ -17,7 +17,7 @@ pub(crate) struct Commands {
     pub clone_blocks: Vec<[i32; 3]>,
     pub clone_states: Vec<[i32; 2]>,
     pub zero_states: Vec<i32>,
-    pub admitted: Vec<[i32; 4]>,
+    pub admitted: Vec<[i32; 6]>,
     /// Table deltas that the planned lanes will need.
     pub deltas: u32,
 }
@@ -73,6 +73,7 @@ impl Scheduler {
     /// Writes the planned rows and commands; the step is in flight from here on.
     pub(crate) fn fill(&mut self) -> Plan {
         let ahead = self.in_flight() > 0;
+        self.place_snapshots();
         self.step += 1;
         let slot = self.ring.slot_of(self.step).0;
         let decoding = self.lanes.decoding;
@@ -105,6 +106,7 @@ impl Scheduler {
         self.fill_commands(slot);
         self.fill_header(slot, kind, &totals, decode_seqs, deltas);
         self.fill_swaps(slot);
+        self.fill_snapshots(slot);
         launch.samples = totals.samples;
         self.launches[parity(self.step)] = launch;
         self.commands.clear();
@@ -259,7 +261,9 @@ impl Scheduler {
         launch.seqs.push(self.lanes.seq[lane]);
         launch.rows.push(rows);
         launch.sample_off.push(sample as u32);
+        let mut written = start;
         if let Some(cold) = self.seqs.get(self.lanes.seq[lane]) {
+            written = cold.begin.hit.clamp(start, end);
             let ids = &mut self.ring.get_mut(slot, F::Ids)[first..first + rows as usize];
             for (to, &token) in ids.iter_mut().zip(&cold.history[start as usize..end as usize]) {
                 *to = token as i32;
@@ -270,7 +274,10 @@ impl Scheduler {
         }
         for (index, map) in self.geometry.maps.iter().enumerate() {
             let to = &mut self.ring.slots_mut(slot, index)[first..first + rows as usize];
-            fill_slots(to, start, state, map, &self.kv, &self.geometry);
+            // What the hit has is read, not written.
+            let (kept, to) = to.split_at_mut((written - start) as usize);
+            kept.fill(-1);
+            fill_slots(to, written, state, map, &self.kv, &self.geometry);
         }
         let lane_flags = self.lanes.flags[lane];
         let mut flags = seq_flag::PREFILL;

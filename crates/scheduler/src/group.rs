@@ -303,6 +303,7 @@ impl Scheduler {
         // Only admissions order commands, and those of earlier steps are written.
         self.commands.clear();
         self.swaps.drop_back();
+        self.drop_restores();
     }
 
     /// Fills the agreed step: rows of this rank, or a dummy row where it has none.

@@ -3,6 +3,7 @@
 //! Checks and prompt hashing happen on the caller's thread, so that the step loop never waits for them.
 
 use crate::config::{Config, Geometry, Limits};
+use crate::hits::Begin;
 use crate::kv::Holding;
 use crate::lanes::LANE_STOPS;
 use crate::pool::{Cold, Finish, Status, Times};
@@ -219,6 +220,7 @@ impl Shared {
             flags: p.flags,
             remote: p.flags.wait_kv,
             user: p.user,
+            begin: Begin::default(),
             cached_tokens: 0,
             holding: None::<Holding>,
             admitted_by: 0,

@@ -64,6 +64,10 @@ pub mod header {
     pub const PLACEHOLDERS: usize = 22;
     /// Kind of step that a rank group agreed upon: 0 none or no group, 1 prefill, 2 decode.
     pub const GROUP_TYPE: usize = 23;
+    /// States copied from their replica to a snapshot's place.
+    pub const SNAPSHOT_OUT: usize = 24;
+    /// Snapshots copied back.
+    pub const SNAPSHOT_IN: usize = 25;
 }
 
 /// Bits of `seq_flags`.
@@ -103,6 +107,8 @@ pub(crate) enum F {
     SwapIn,
     SwapOutStates,
     SwapInStates,
+    SnapshotOut,
+    SnapshotIn,
     Tokens,
     Accepted,
 }
@@ -156,12 +162,14 @@ impl Layout {
         put(F::CloneBlocks, "clone_blocks", 3 * clones, &mut fields);
         put(F::CloneStates, "clone_states", 2 * seqs, &mut fields);
         put(F::ZeroStates, "zero_states", seqs, &mut fields);
-        put(F::Admitted, "admitted", 4 * seqs, &mut fields);
+        put(F::Admitted, "admitted", 6 * seqs, &mut fields);
         put(F::PrevSeq, "prev_seq", seqs, &mut fields);
         put(F::SwapOut, "swap_out", 3 * deltas, &mut fields);
         put(F::SwapIn, "swap_in", 3 * deltas, &mut fields);
         put(F::SwapOutStates, "swap_out_states", 2 * seqs, &mut fields);
         put(F::SwapInStates, "swap_in_states", 2 * seqs, &mut fields);
+        put(F::SnapshotOut, "snapshot_out", 2 * seqs, &mut fields);
+        put(F::SnapshotIn, "snapshot_in", 2 * seqs, &mut fields);
         put(F::Tokens, "tokens", samples, &mut fields);
         put(F::Accepted, "accepted", seqs, &mut fields);
         Self { fields, fixed, first_map, deltas, clones }

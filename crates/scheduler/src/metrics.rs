@@ -135,6 +135,14 @@ pub struct Metrics {
     pub admitted: u64,
     /// Tokens of admitted sequences found in the index.
     pub hit_tokens: u64,
+    /// Of a model with windows: tokens found in the index and computed again.
+    pub rerun_tokens: u64,
+    /// Of a model with windows: begins with nothing, a snapshot, a slice, rows computed again.
+    pub starts: [u64; 4],
+    /// Snapshots of states taken.
+    pub snapshots_taken: u64,
+    /// Snapshots given up for newer ones.
+    pub snapshots_evicted: u64,
     /// Tokens of admitted sequences.
     pub asked_tokens: u64,
     /// Preemptions of both kinds.
@@ -261,6 +269,7 @@ impl Scheduler {
         metrics.misuse = self.kv.misuse + self.host.misuse;
         metrics.blocks = self.kv.blocks.counts(0);
         metrics.slots = self.kv.states.counts();
+        metrics.snapshots_evicted = self.kv.blocks.stats().snapshots_evicted;
         metrics
     }
 }

@@ -187,6 +187,7 @@ impl Scheduler {
         self.kv.retire();
         self.host.retire(self.kv.now);
         self.read_mail();
+        self.place_snapshots();
         self.chunks = self.policy.chunk.begin(i64::MAX);
         if self.in_flight() > 0 {
             self.promote_launched();
@@ -450,12 +451,15 @@ impl Scheduler {
     fn chunk(&self, lane: usize, most: u32) -> u32 {
         let planned = self.lanes.planned[lane];
         let target = self.fork_stop(lane).unwrap_or(self.lanes.target[lane]);
-        let rows = (target - planned).min(most);
-        if planned + rows == target {
-            return rows;
+        let mut rows = (target - planned).min(most);
+        if planned + rows < target {
+            // A cut in the middle of the prompt ends on the stated multiple where it can.
+            let end = (planned + rows) / self.policy.chunk_align * self.policy.chunk_align;
+            rows = if end > planned { end - planned } else { rows };
         }
-        // A cut in the middle of the prompt ends on the stated multiple where it can.
-        let end = (planned + rows) / self.policy.chunk_align * self.policy.chunk_align;
-        if end > planned { end - planned } else { rows }
+        match self.window() {
+            Some(rule) => rule.cut_chunk(planned, rows, self.lanes.target[lane]),
+            None => rows,
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! Sequence pool: everything a steady step does not read, by handle.
 
+use crate::hits::Begin;
 use crate::kv::Holding;
 use crate::lanes::LANE_STOPS;
 use crate::prepared::PrepFlags;
@@ -88,6 +89,8 @@ pub(crate) struct Cold {
     /// Its KV lies elsewhere and whoever holds it has not been told to let go.
     pub remote: bool,
     pub user: u64,
+    /// How its newest lane began.
+    pub begin: Begin,
     /// Tokens that came from the index, a fork or a load at the first admission.
     pub cached_tokens: u32,
     /// Blocks and slot it holds without a lane.

@@ -121,6 +121,9 @@ impl Scheduler {
         // What is on its way back from host memory is there still.
         let there = self.seqs.get(seq).is_some_and(|cold| cold.swap.is_some());
         let swap = if there { None } else { self.swap_out(lane) };
+        if !there && swap.is_none() {
+            self.note_snapshot(lane);
+        }
         self.leave_lane(lane, Leave::Release);
         if let Some(cold) = self.seqs.get_mut(seq) {
             cold.class = Class::Preempted;

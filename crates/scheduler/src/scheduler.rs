@@ -1,7 +1,7 @@
 //! The scheduler itself: its parts, and what can be asked of it between steps.
 
 use crate::chunk_policy::ChunkBudget;
-use crate::config::{Config, ConfigError, Geometry, HitRule, Limits, Policy, Section, SlotMap};
+use crate::config::{Config, ConfigError, Geometry, Limits, Policy, Section, SlotMap};
 use crate::error::StepError;
 use crate::fill::Commands;
 use crate::group::Group;
@@ -18,6 +18,7 @@ use crate::pool::{Finish, SeqPool, Status, Times};
 use crate::publish::HashQueue;
 use crate::ring::{LayoutError, Ring, RingView};
 use crate::roles::EngineType;
+use crate::snapshots::Snapshots;
 use crate::swap::Swaps;
 use crate::transfers::Transfers;
 use crate::waiting::Waiting;
@@ -36,12 +37,17 @@ pub struct Counters {
     pub host_blocks: Counts,
     /// State slots of host memory; all zero without.
     pub host_slots: Counts,
+    /// Places of snapshots: `cached` = ready, `held` = being filled or read; none is reserved.
+    pub snapshots: Counts,
 }
 
 impl Counters {
     /// The counts identity, everywhere.
     pub fn add_up(&self) -> bool {
-        self.groups.iter().chain([&self.slots, &self.host_blocks, &self.host_slots]).all(Counts::adds_up)
+        self.groups
+            .iter()
+            .chain([&self.slots, &self.host_blocks, &self.host_slots, &self.snapshots])
+            .all(Counts::adds_up)
     }
 }
 
@@ -58,7 +64,8 @@ pub struct Info {
     pub output_tokens: u32,
     /// Positions whose KV is written, on the device or in host memory.
     pub computed_tokens: u32,
-    /// Prompt tokens that it did not compute at its first admission: found in the index, shared with a fork, or loaded.
+    /// Prompt tokens whose KV was in place at its first admission: found in the index, shared with a fork, or loaded. Of a model
+    /// with windows some of them may be computed again.
     pub cached_tokens: u32,
     /// State slot, 0 when it has none.
     pub slot: u32,
@@ -87,6 +94,7 @@ pub struct Scheduler {
     pub(crate) kv: Kv,
     pub(crate) host: HostPool,
     pub(crate) swaps: Swaps,
+    pub(crate) snapshots: Snapshots,
     pub(crate) seqs: SeqPool,
     pub(crate) lanes: Lanes,
     pub(crate) waiting: Waiting,
@@ -149,7 +157,8 @@ impl Scheduler {
             .collect();
         let pool = PoolConfig { groups, prefix_caching: config.prefix_caching, event_capacity: config.event_capacity };
         let too_small = |what, value: u32| ConfigError::TooSmall { what, value: value.into(), least: 2 };
-        let blocks = BlockPool::new(&pool).map_err(|_| too_small("num_pages", geometry.usable_blocks))?;
+        let mut blocks = BlockPool::new(&pool).map_err(|_| too_small("num_pages", geometry.usable_blocks))?;
+        blocks.set_snapshot_places(config.snapshot_slots);
         let states =
             StateSlots::new(seqs as u32 + 1).map_err(|_| too_small("max_num_seqs", config.limits.max_num_seqs))?;
         let tables = Tables::new(
@@ -167,6 +176,7 @@ impl Scheduler {
             ring_slots: config.ring_slots as usize,
             kv: Kv { blocks, states, tables, now: StepId(1), launched: StepId(0), misuse: 0 },
             host: HostPool::new(config.host_blocks, config.host_slots),
+            snapshots: Snapshots::new(if config.prefix_caching { config.snapshot_slots } else { 0 }),
             swaps: Swaps::with_capacity(seqs, if config.host_blocks > 0 { layout.deltas } else { 0 }),
             seqs: SeqPool::default(),
             lanes: Lanes::with_capacity(seqs),
@@ -366,7 +376,7 @@ impl Scheduler {
     }
 
     /// Notes that the state of a sequence at a block boundary was stored (or is gone): prefix hits of models whose hit rule
-    /// is [`HitRule::StateSlice`] end at such boundaries only. False if that block is not in the index.
+    /// is [`crate::HitRule::StateSlice`] end at such boundaries only. False if that block is not in the index.
     pub fn note_state_slice(&mut self, seq: Seq, boundary_tokens: u32, tier: Tier, present: bool) -> bool {
         let index = boundary_tokens >> self.geometry.shift;
         let Some(lane) = self.seqs.lane(seq) else { return false };
@@ -390,6 +400,7 @@ impl Scheduler {
             slots: self.kv.states.counts(),
             host_blocks,
             host_slots,
+            snapshots: self.kv.blocks.snapshot_counts(),
         }
     }
 
@@ -405,17 +416,16 @@ impl Scheduler {
         if misuse > 0 {
             return Err(format!("{misuse} calls were refused by a pool"));
         }
+        let (users, known) = (self.kv.blocks.snapshot_users(), self.snapshots.users());
+        if users != known {
+            return Err(format!("{users} copies use snapshots, {known} are known"));
+        }
         self.check_holders()
     }
 
     /// Appends what changed in the prefix index since the last call.
     pub fn events(&mut self, into: &mut Vec<Event>) {
         self.kv.blocks.drain_events(into);
-    }
-
-    /// Whether the model restores state at hits.
-    pub(crate) fn needs_slice(&self) -> bool {
-        self.policy.hit_rule == HitRule::StateSlice
     }
 
     /// Steps planned and not completed.

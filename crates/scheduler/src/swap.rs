@@ -5,6 +5,7 @@
 //! rest back, in the step that admits.
 
 use crate::admit::Try;
+use crate::hits::Begin;
 use crate::host_pool::HostId;
 use crate::layout::{F, header};
 use crate::pool::Status;
@@ -145,6 +146,10 @@ impl Scheduler {
     /// What swapping a lane out would take, if that is cheaper than computing it again.
     fn swap_cost(&self, lane: usize) -> Option<SwapCost> {
         let computed = self.lanes.confirmed[lane];
+        // Rows below its hit write no KV: it would come back without knowing so.
+        if self.seqs.get(self.lanes.seq[lane]).is_some_and(|cold| computed < cold.begin.hit) {
+            return None;
+        }
         let blocks = computed.div_ceil(self.geometry.block_tokens);
         let (pages, bytes) = self.swap_size(0..blocks, computed);
         let cheaper = self.swaps.rates.prefer_swap(bytes + self.geometry.state_bytes, computed);
@@ -313,7 +318,9 @@ impl Scheduler {
         }
         self.metrics.swapped_in += 1;
         self.metrics.swap_in_pages += pages as u64;
-        let rows = self.take_lane(seq, slot, &row, computed, true, budget);
+        let whole_from = self.seqs.get(seq).map_or(0, |cold| cold.begin.whole_from);
+        let begin = Begin { whole_from, ..Begin::whole(computed) };
+        let rows = self.take_lane(seq, slot, &row, begin, true, budget);
         self.scratch = row;
         Try::In(rows)
     }

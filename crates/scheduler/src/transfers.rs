@@ -115,7 +115,10 @@ impl Scheduler {
     pub fn begin_save(&mut self, seq: Seq) -> Result<Save, TransferError> {
         let status = self.seqs.status(seq).ok_or(TransferError::Stale(seq))?;
         let lane = self.seqs.lane(seq);
-        if !matches!(status, Status::Running | Status::Handover) || !self.has_arrived(seq) {
+        // Rows below a hit make up state: until they are through, there is none worth reading.
+        let makes_up = |lane| self.seqs.get(seq).is_some_and(|cold| self.lanes.confirmed[lane] < cold.begin.hit);
+        let readable = matches!(status, Status::Running | Status::Handover) && !lane.is_some_and(makes_up);
+        if !readable || !self.has_arrived(seq) {
             return Err(TransferError::Status(seq));
         }
         if let Some(lane) = lane {
@@ -181,6 +184,7 @@ impl Scheduler {
             return Err(TransferError::NoRoom { need });
         }
         let Some(slot) = self.kv.states.alloc(self.kv.now) else { return Err(TransferError::NoRoom { need }) };
+        self.drop_snapshots_of(slot.0);
         let mut row = Vec::new();
         if !hit.leaf.is_null() {
             self.kv.pin_chain(hit.leaf, Owner::Transfer, &mut row);

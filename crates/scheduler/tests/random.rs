@@ -8,6 +8,7 @@ mod common;
 use common::{EOS, Rig, config, paged, prompt, state, values};
 use deepinfer_scheduler::{
     Block, ChunkPolicy, Config, Finish, HitRule, Load, Metrics, Outcome, PrepFlags, Prepared, Save, Seq, Status, Tier,
+    WindowRule,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, RngAlgorithm, TestRng, TestRunner};
@@ -79,6 +80,19 @@ struct Shape {
     bits: u8,
     overlapped: bool,
     host: u32,
+    /// Used with a state group.
+    windows: Option<(WindowRule, u32)>,
+}
+
+/// A rule for blocks of one token, and places for snapshots.
+fn windows() -> impl Strategy<Value = (WindowRule, u32)> {
+    ((0..3u32, 0..3u32), 1..6u32, 1..3u32, any::<[bool; 2]>(), 0..12u32, 0..5u32).prop_map(
+        |((encoder, decoder), window, grain, [exact, truncated], more, places)| {
+            let (decoder, backtrack) = (decoder.max(u32::from(encoder == 0)), 3);
+            let keep = window + backtrack + more;
+            (WindowRule { encoder, decoder, window, grain, backtrack, exact, keep, truncated }, places)
+        },
+    )
 }
 
 fn shape() -> impl Strategy<Value = Shape> {
@@ -91,21 +105,24 @@ fn shape() -> impl Strategy<Value = Shape> {
         (0..12u32, 1..9u32, 0..20u32),
         any::<u8>(),
         any::<bool>(),
-        0..60u32,
+        (0..60u32, prop::option::of(windows())),
     )
-        .prop_map(|(shift, pages, seqs, tokens, draft, (chunk, align, headroom), bits, overlapped, host)| Shape {
-            block: 1 << shift,
-            pages: (pages * 4 / (1 << shift)).max(8),
-            seqs,
-            tokens: tokens.max(seqs),
-            draft,
-            chunk,
-            align,
-            headroom,
-            bits,
-            overlapped,
-            host,
-        })
+        .prop_map(
+            |(shift, pages, seqs, tokens, draft, (chunk, align, headroom), bits, overlapped, (host, windows))| Shape {
+                block: 1 << shift,
+                pages: (pages * 4 / (1 << shift)).max(8),
+                seqs,
+                tokens: tokens.max(seqs),
+                draft,
+                chunk,
+                align,
+                headroom,
+                bits,
+                overlapped,
+                host,
+                windows,
+            },
+        )
 }
 
 impl Shape {
@@ -132,7 +149,10 @@ impl Shape {
         }
         if self.bits & 32 != 0 {
             c.groups.push(state());
-            if self.bits & 64 != 0 {
+            if let Some((rule, places)) = self.windows {
+                c.policy.hit_rule = HitRule::Window(WindowRule { grain: rule.grain * self.block, ..rule });
+                c.snapshot_slots = places;
+            } else if self.bits & 64 != 0 {
                 c.policy.hit_rule = HitRule::StateSlice;
             }
         }
@@ -149,7 +169,8 @@ struct World {
     rig: Rig,
     live: Vec<Seq>,
     open: Vec<Open>,
-    restores: bool,
+    /// Slices of states are stored at random boundaries.
+    slices: bool,
     loads: u64,
     saves: u64,
     bypass: u32,
@@ -161,10 +182,11 @@ impl World {
         let mut rig = Rig::new(&config);
         rig.scheduler.set_rates(1e12, 1.0);
         let restores = rig.has_state && config.policy.hit_rule == HitRule::StateSlice;
+        let slices = restores || rig.windows.is_some();
         if restores {
             rig.slices = Some(std::collections::HashMap::new());
         }
-        Self { rig, live: Vec::new(), open: Vec::new(), restores, loads: 0, saves: 0, bypass: config.policy.bypass }
+        Self { rig, live: Vec::new(), open: Vec::new(), slices, loads: 0, saves: 0, bypass: config.policy.bypass }
     }
 
     fn pick(&self, k: u16) -> Option<Seq> {
@@ -209,7 +231,7 @@ impl World {
                 }
             }
             Op::Slice(k, blocks) => {
-                if let Some(seq) = self.pick(k).filter(|_| self.restores) {
+                if let Some(seq) = self.pick(k).filter(|_| self.slices) {
                     let boundary = blocks * self.rig.scheduler.block_tokens();
                     self.rig.scheduler.note_state_slice(seq, boundary, Tier::Host, true);
                 }
@@ -343,6 +365,7 @@ impl World {
         if self.rig.has_state {
             self.rig.device.states[load.slot.index()] = h[load.tokens as usize - 1];
             self.rig.device.seen[load.slot.index()] = load.tokens;
+            self.rig.load_windows(load.slot.index(), seq, load.tokens);
         }
     }
 
@@ -485,6 +508,12 @@ fn run(cases: u32) {
         ("ghost rows", total(|m| m.ghost_rows), 1_000),
         ("stale handles", total(|m| m.stale), 100),
         ("mixed steps", total(|m| m.mixed_steps), 1_000),
+        ("begins with snapshots", total(|m| m.starts[1]), 100),
+        ("begins with slices", total(|m| m.starts[2]), 5),
+        ("reruns", total(|m| m.starts[3]), 500),
+        ("tokens computed again", total(|m| m.rerun_tokens), 5_000),
+        ("snapshots taken", total(|m| m.snapshots_taken), 1_000),
+        ("snapshots evicted", total(|m| m.snapshots_evicted), 500),
         ("stops", total(|m| m.finished[0]), 500),
         ("lengths", total(|m| m.finished[1]), 500),
     ];

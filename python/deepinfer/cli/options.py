@@ -69,6 +69,12 @@ ENGINE_OPTIONS = (
         flags=("--kv-memory-fraction", "--gpu-memory-utilization"),
     ),
     Option("swap_space_gib", "host memory for preempted sequences, in GiB; 0 is none (default: by what is free)", float),
+    Option(
+        "state_snapshot_gib",
+        "host memory for states of prompts, of models with windows, in GiB; 0 is none (default: by what is free)",
+        float,
+    ),
+    Option("hit_policy", "what such models compute again behind a cached beginning (default: exact)", str, ("exact", "replay")),
     Option("enable_prefix_caching", "reuse KV of prompts that begin alike (default: on)"),
     Option("seed", "makes sampling repeatable", int),
     Option("speculative", "propose drafts and keep what is right; the answer stays the same", str, ("ngram",)),

@@ -19,6 +19,7 @@ from deepinfer.speculative import SpeculativeSettings
 
 EngineType = Literal["normal", "prompt", "completion"]
 TransferKind = Literal["shm", "tcp"]
+HitPolicy = Literal["exact", "replay"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 QUANTIZATIONS = ("fp8", "gguf")
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -62,6 +63,10 @@ class EngineConfig:
         gpu_memory_utilization: another name for ``kv_memory_fraction``.
         swap_space_gib: host memory that preempted sequences may be swapped to where that is cheaper than computing them again; ``None`` =
             at most 1 GiB on a CPU, 4 on a GPU, and an eighth of what is free; 0 = none.
+        state_snapshot_gib: host memory for snapshots of sequences' states, of models that keep windows beside their KV: a prompt whose
+            beginning has one goes on from there. ``None`` = at most 1 GiB on a CPU, 4 on a GPU, and a sixteenth of what is free; 0 = none.
+        hit_policy: of such models where a beginning has KV and no snapshot: ``exact`` computes rows again until results are those of the
+            whole prompt; ``replay`` only as many as the model was trained to bear, results then depend on what was cached.
         enable_prefix_caching: keep finished blocks for prompts with the same beginning.
         seed: start of the seeds of requests that bring none.
         load_format: ``auto``, ``safetensors``, ``gguf``, or ``dummy`` (random weights from a configuration alone).
@@ -112,6 +117,8 @@ class EngineConfig:
     kv_memory_fraction: float | None = None
     gpu_memory_utilization: float | None = None
     swap_space_gib: float | None = None
+    state_snapshot_gib: float | None = None
+    hit_policy: HitPolicy = "exact"
     enable_prefix_caching: bool = True
     seed: int = 0
     load_format: LoadFormat = "auto"
@@ -210,6 +217,9 @@ class EngineConfig:
 
     def _check_memory(self) -> None:
         _gib("swap_space_gib", self.swap_space_gib)
+        _gib("state_snapshot_gib", self.state_snapshot_gib)
+        if self.hit_policy not in get_args(HitPolicy):
+            raise ConfigError(f"hit_policy must be one of {', '.join(get_args(HitPolicy))}, got {self.hit_policy!r}")
         fraction, alias = self.kv_memory_fraction, self.gpu_memory_utilization
         if fraction is not None and alias is not None and fraction != alias:
             raise ConfigError("kv_memory_fraction and gpu_memory_utilization are one setting under two names; give one of them")

@@ -28,6 +28,7 @@ from deepinfer.engine.model_options import block_tokens, configure_model
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
+from deepinfer.engine.state_hits import SnapshotPlan, hit_rule, plan_snapshots, window_hits
 from deepinfer.engine.step_log import INTERVAL, EngineMetrics, StepLog, StepTrace
 from deepinfer.engine.step_loop import RING_SLOTS, EngineCounters, Launched, StepLoop
 from deepinfer.engine.swap import SwapPlan, SwapRates, plan_swap
@@ -111,12 +112,12 @@ class Engine(EngineHooks):
         self.model: Model = load_model(self.resolved, self.run.dtype, self.run.device, config.load_format, config.seed, progress)
         self.options: ModelOptions = configure_model(config, self.model, self._max_draft)
         paged, state = checked_groups(self.model, block_tokens(config, self.model))
-        # A hit brings back pages, not windows: models with state take none until the core knows what to compute again.
-        self._prefix_caching = config.enable_prefix_caching and not state
+        self._state = state
         self.plan: KvPlan = plan_kv(config, self.run, paged, state, self.model.max_position, self.model.vocab_size)
         self.swap: SwapPlan = plan_swap(config, self.run, self.plan, paged, state)
+        self.snapshots: SnapshotPlan = plan_snapshots(config, self.run, self.plan, state)
         if not self.run.quiet:
-            print(report(self.run, self.plan, config.model, weights), file=sys.stderr)
+            print(report(self.run, self.plan, config.model, weights, self.snapshots.amount), file=sys.stderr)
         self.max_model_len = self.plan.max_model_len
         self.vocab_size = self.model.vocab_size
         self.counters = EngineCounters()
@@ -177,8 +178,10 @@ class Engine(EngineHooks):
             max_in_flight=self._depth,
             host_blocks=self.swap.blocks,
             host_slots=self.swap.slots,
+            snapshot_slots=self.snapshots.places,
+            hit_rule=hit_rule(self.config, self.options, state),
             device_ordered=True,
-            prefix_caching=self._prefix_caching,
+            prefix_caching=self.config.enable_prefix_caching,
             engine_type=self.config.engine_type,
             kv_lease_ns=lease_ns,
             handover_lease_ns=lease_ns,
@@ -187,6 +190,7 @@ class Engine(EngineHooks):
             weight_format=identity["weights"],
             kv_format=identity["dtype"],
             numerics=identity["numerics"],
+            hit_policy=identity["hit policy"],
         )
 
     @property
@@ -204,6 +208,8 @@ class Engine(EngineHooks):
             "weights": f"dummy {self.config.seed}" if self.config.load_format == "dummy" else self.resolved.weight_format,
             "dtype": dtype,
             "numerics": f"{self.run.platform.name}/{KERNEL_SET}/{dtype}",
+            # A model that has nothing to make up is exact under either.
+            "hit policy": self.config.hit_policy if window_hits(self._state) else "exact",
         }
 
     def _make_runner(self, paged: Sequence[PagedGroup], state: Sequence[StateGroup]) -> ModelRunner:
@@ -234,6 +240,7 @@ class Engine(EngineHooks):
             RING_SLOTS,
             self.swap.pages,
             self.swap.slots,
+            self.snapshots.places,
         )
 
     # Requests

@@ -75,7 +75,8 @@ class SwapRates:
 
     def note(self, header: Header, times: StepTimes, swapped_bytes: int) -> None:
         """Takes in a completed step."""
-        if swapped_bytes and times.commands > 0:
+        snapshots = header.snapshot_out + header.snapshot_in  # they take part of the same time
+        if swapped_bytes and not snapshots and times.commands > 0:
             self.bytes_per_s = _mean(self.bytes_per_s, swapped_bytes / times.commands / 2)
         rows = header.rows - header.decodes
         if rows >= max(_LEAST_ROWS, 3 * header.decodes) and not header.draft_rows:

@@ -57,14 +57,43 @@ class PagedGroup:
 
 
 @dataclass(frozen=True)
+class WindowHits:
+    """What the state of a model with windows of tokens allows behind a prefix hit (docs/architecture.md, "Hits of models with windows").
+
+    Attributes:
+        encoder: layers before the last one that writes paged KV; ``decoder``: layers from there on.
+        window: tokens of a window, the own one included.
+        grain: boundaries at which sequences may begin and states are copied, in tokens.
+        backtrack: rows that a ring holds beyond its window: by so many a step may pass a boundary, and so many drafts it may have.
+    """
+
+    encoder: int
+    decoder: int
+    window: int
+    grain: int
+    backtrack: int
+
+
+@dataclass(frozen=True)
 class StateGroup:
-    """Fixed bytes per sequence that do not page (see docs/architecture.md)."""
+    """Fixed bytes per sequence that do not page (see docs/architecture.md).
+
+    Attributes:
+        stored, dropped: bytes worth keeping beyond the sequence, and bytes that die with it.
+        replicas: copies of the stored bytes in the same row.
+        ring, cut: rows of a ring, and boundaries in tokens at which the state is copied; 0 = none.
+        replica_at: where in a row the replica of all bytes before it begins, as long as they are; 0 = none. A model with ``hits``
+            copies its state there whenever a sequence passes a multiple of ``cut``.
+        hits: how the state is made up behind a prefix hit; ``None`` = not at all: prompts are computed from the start.
+    """
 
     stored: int
     dropped: int
     replicas: int = 0
     ring: int = 0
     cut: int = 0
+    replica_at: int = 0
+    hits: WindowHits | None = None
 
 
 Truncation = Literal["off", "mask", "compact"]

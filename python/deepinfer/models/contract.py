@@ -108,7 +108,23 @@ def checked_groups(model: Model, block_tokens: int) -> tuple[list[PagedGroup], l
     _check_paged(where, paged)
     if state and not isinstance(model, StatefulModel):
         raise ModelContractError(f"{where} declares a state group, so {_of(model)} needs end_step: see deepinfer.models.base.StatefulModel")
+    _check_state(where, state)
     return paged, state
+
+
+def _check_state(where: str, state: Sequence[StateGroup]) -> None:
+    hits = {group.hits for group in state}
+    if len(hits) > 1:
+        raise ModelContractError(
+            f"{where}: state groups disagree in hits, {', '.join(map(str, hits))}; a sequence begins in all of them at once"
+        )
+    for number, group in enumerate(state):
+        size = group.stored * (1 + group.replicas) + group.dropped
+        if group.replica_at and (group.replica_at * 2 > size or not group.replicas):
+            raise ModelContractError(
+                f"{where}: state group {number} has {size} bytes in a row and {group.replicas} replicas, so no copy of its first "
+                f"{group.replica_at} bytes fits behind them; set replicas and replica_at, or leave replica_at at 0"
+            )
 
 
 def _check_paged(where: str, paged: Sequence[PagedGroup]) -> None:

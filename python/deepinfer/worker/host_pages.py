@@ -1,6 +1,7 @@
-"""Host memory that victims of preemption are swapped to, and the copies out of and into the KV tensors.
+"""Host memory that victims of preemption are swapped to and snapshots of states lie in, and the copies out of and into the KV tensors.
 
-Owns: the bytes; ids come from the core (host pages count from 0, host slots from 1). Never touches: who is swapped, and when.
+Owns: the bytes; ids come from the core (host pages count from 0, host slots from 1). Never touches: who is
+swapped or kept, and when.
 
 A host page holds the bytes of one page of a group over all its tensors, side by side, so that it travels as one piece. On a GPU pages
 are gathered on the device and copied in runs of neighbouring host pages, from and to page-locked memory; the host never waits.
@@ -74,13 +75,37 @@ class HostPages:
         return count * rows.row_bytes
 
 
-class _Rows:
-    """Host rows that each hold one row of several device tensors seen as ``uint8 [rows, bytes]``."""
+class HostSnapshots:
+    """Snapshots of sequences' states: a place holds the replica of one state row over all state groups.
 
-    def __init__(self, parts: list[torch.Tensor], count: int, pinned: bool) -> None:
+    Args:
+        kv: the device's tensors.
+        replica_at: of each state group, where in a row the replica of the bytes before it begins.
+        places: how many snapshots; ``pinned``: page-locked, as copies from and to a GPU need it.
+    """
+
+    def __init__(self, kv: KVCache, replica_at: Sequence[int], places: int, pinned: bool) -> None:
+        pairs = list(zip(kv.states, replica_at, strict=True))
+        replicas = [rows[:, at : 2 * at] for rows, at in pairs]
+        self._rows = _Rows(replicas, places, pinned, into=[rows[:, :at] for rows, at in pairs])
+
+    def out(self, commands: NDArray[np.int32], device: torch.Tensor) -> None:
+        """Copies replicas to the host: rows ``[m, 2]`` of (state slot, place), as known here and on the device."""
+        self._rows.out(device[:, 0], commands[:, 1])
+
+    def back(self, commands: NDArray[np.int32], device: torch.Tensor) -> None:
+        """Copies snapshots to the live bytes of state rows: rows ``[m, 2]`` of (place, state slot). Replicas stay as they are."""
+        self._rows.back(device[:, 1], commands[:, 0])
+
+
+class _Rows:
+    """Host rows that each hold one row of several device tensors seen as ``uint8 [rows, bytes]``; ``into``: where they come back."""
+
+    def __init__(self, parts: list[torch.Tensor], count: int, pinned: bool, into: list[torch.Tensor] | None = None) -> None:
         self.count = count
         self.device = parts[0].device
         self._parts = parts
+        self._into = parts if into is None else into
         self.row_bytes = sum(p.shape[1] for p in parts)
         shape = (count, self.row_bytes)
         # Without pinning, rows take memory once they are written.
@@ -102,7 +127,7 @@ class _Rows:
             staged = torch.empty((len(piece), self.row_bytes), dtype=torch.uint8, device=self.device)
             for at, n, page in _runs(piece):
                 staged[at : at + n].copy_(self._host[page : page + n], non_blocking=True)
-            for part, source in zip(self._parts, staged.split([p.shape[1] for p in self._parts], 1), strict=True):
+            for part, source in zip(self._into, staged.split([p.shape[1] for p in self._into], 1), strict=True):
                 part.index_copy_(0, index, source)
 
 

@@ -18,7 +18,7 @@ from deepinfer.models.contract import check_hidden, check_logits
 from deepinfer.platforms import to_device
 from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, run_in_order
 from deepinfer.worker.grammar import MaskBuffers, apply_masks
-from deepinfer.worker.host_pages import HostPages, sort_commands
+from deepinfer.worker.host_pages import HostPages, HostSnapshots, sort_commands
 from deepinfer.worker.input_batch import InputBatch, one_sequence
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.logprobs import HostLogprobs, gather_logprobs
@@ -38,7 +38,7 @@ from deepinfer.worker.sampling_state import (
     SamplingState,
 )
 from deepinfer.worker.state_places import StateCounts, StatePlaces, StateRules
-from deepinfer.worker.step_ring import FLAG_PROMPT_LOGPROBS, Header, RingSlot, StepRing
+from deepinfer.worker.step_ring import ADMITTED_WORDS, FLAG_PROMPT_LOGPROBS, START_RERUN, START_SLICE, Header, RingSlot, StepRing
 from deepinfer.worker.sync_guard import forbid_device_sync
 from deepinfer.worker.verify import accepted_counts, draft_rows
 
@@ -165,6 +165,7 @@ class ModelRunner:
         restore: told of each that begins with positions in place, once the step's page and state commands are queued.
         queue: runs the device half.
         host_pages: host pages of each paged group for swapping, empty = none; ``host_slots``: host slots of state.
+        snapshot_places: host places for snapshots of states.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class ModelRunner:
         ring_slots: int = 3,
         host_pages: Sequence[int] = (),
         host_slots: int = 0,
+        snapshot_places: int = 0,
     ) -> None:
         self.model, self.device, self.queue = model, device, queue
         self._pinned, self._lookup, self._restore = pinned, lookup, restore
@@ -203,6 +205,8 @@ class ModelRunner:
         self.ring = StepRing(layout, own, device, pinned, ring_slots)
         self.kv = KVCache(paged, num_pages, state, limits.num_slots, device)
         self.host = HostPages(self.kv, host_pages, host_slots + 1, pinned) if any(host_pages) else None
+        replica_at = [group.replica_at for group in state]
+        self.snapshots = HostSnapshots(self.kv, replica_at, snapshot_places, pinned) if snapshot_places else None
         one_group = paged[0].page_tokens if len(paged) == 1 else None
         maps = limits.resolved_maps([g.page_tokens for g in paged])
         self.inputs = InputBatch(limits.num_slots, sum(limits.columns), one_group, maps, device)
@@ -329,11 +333,11 @@ class ModelRunner:
             self._places.move_out(slot, header)
         if not header.admitted:
             return resumed
-        admitted: list[list[int]] = slot.a["admitted"].reshape(-1, 4)[: header.admitted].tolist()
-        for state_slot, index, generation, computed in admitted:
+        admitted: list[list[int]] = slot.a["admitted"].reshape(-1, ADMITTED_WORDS)[: header.admitted].tolist()
+        for state_slot, index, generation, start, _hit, kind in admitted:
             handle = (generation & 0xFFFFFFFF) << 32 | (index & 0xFFFFFFFF)
-            if computed:
-                resumed.append((handle, state_slot, computed))
+            if start:
+                resumed.append((handle, state_slot, start))
             row, output = self._lookup(handle, state_slot)
             flags = self.sampling.admit_host(state_slot, row)
             step.admitted.append(Admitted(state_slot, row, output, flags))
@@ -341,7 +345,8 @@ class ModelRunner:
             if row.params.prompt_logprobs is not None:
                 self._prompts[state_slot] = row
             if self._places is not None:
-                self._places.admit(state_slot, len(row.prompt_ids))
+                encoder, decoder = kind == START_RERUN, kind in (START_SLICE, START_RERUN)
+                self._places.admit(state_slot, len(row.prompt_ids), start * encoder, start * decoder)
         if self._places is not None:
             self._places.move_in(slot, header)
         params = slot.a["params"].reshape(-1, NUM_COLUMNS)
@@ -430,10 +435,13 @@ class ModelRunner:
         slot.upload()
         if step.result.swapped_bytes:
             self._swap_out(slot, header)
+        if header.snapshot_out and self.snapshots is not None:  # before whoever was given the slot writes it
+            words = 2 * header.snapshot_out
+            self.snapshots.out(slot.a["snapshot_out"][:words].reshape(-1, 2), slot.d["snapshot_out"][:words].view(-1, 2))
         for a in step.admitted:
             self.sampling.admit_device(a.slot, a.row, a.output, a.flags)
         if header.admitted:
-            slots = slot.d["admitted"].view(-1, 4)[: header.admitted, 0].long()
+            slots = slot.d["admitted"].view(-1, ADMITTED_WORDS)[: header.admitted, 0].long()
             self.sampling.table.index_copy_(0, slots, slot.d["params"].view(-1, NUM_COLUMNS)[: header.admitted])
         self.inputs.apply_deltas(slot, header)
         step.stored = True
@@ -441,6 +449,9 @@ class ModelRunner:
             self.kv.zero_states(slot.d["zero_states"][: header.zeroes])
         if step.result.swapped_bytes:  # ahead of clones: a fork may begin in the step that brings its parent's pages back
             self._swap_in(slot, header)
+        if header.snapshot_in and self.snapshots is not None:
+            words = 2 * header.snapshot_in
+            self.snapshots.back(slot.a["snapshot_in"][:words].reshape(-1, 2), slot.d["snapshot_in"][:words].view(-1, 2))
         if header.state_clones:
             self.kv.clone_states(slot.d["clone_states"][: 2 * header.state_clones].view(-1, 2))
         if header.block_clones:

@@ -21,6 +21,9 @@ _ALIGN = 16  # words; keeps every field on its own cache line
 H_KIND, H_STEP_LO, H_STEP_HI, H_ROWS, H_SEQS, H_DECODES, H_SAMPLES, H_DELTAS = range(8)
 H_BLOCK_CLONES, H_STATE_CLONES, H_ZEROES, H_ADMITTED, H_MAX_Q, H_MAX_LEN, H_GRAMMAR, H_PROMPT_LOGPROBS = range(8, 16)
 H_AGREED_ROWS, H_SWAP_OUT, H_SWAP_IN, H_SWAP_OUT_STATES, H_SWAP_IN_STATES, H_DRAFT_ROWS, H_UNRESOLVED = range(16, 23)
+H_AGREED_TYPE, H_SNAPSHOT_OUT, H_SNAPSHOT_IN = range(23, 26)
+ADMITTED_WORDS = 6  # (state slot, index, generation, start, end of the hit, kind of start)
+START_NOTHING, START_WHOLE, START_SLICE, START_RERUN = range(4)
 KIND_IDLE, KIND_PREFILL, KIND_DECODE, KIND_MIXED, KIND_DUMMY = range(5)
 
 FLAG_SAMPLES, FLAG_PROMPT_LOGPROBS, FLAG_PREFILL, FLAG_GRAMMAR = 1, 2, 4, 8
@@ -52,11 +55,14 @@ class Header:
     swap_in_states: int = 0
     draft_rows: int = 0
     unresolved: int = 0
+    agreed_type: int = 0
+    snapshot_out: int = 0
+    snapshot_in: int = 0
 
     @classmethod
     def read(cls, words: NDArray[np.int32]) -> Header:
         """From the `header` field of a slot."""
-        w: list[int] = words[: H_UNRESOLVED + 1].tolist()
+        w: list[int] = words[: H_SNAPSHOT_IN + 1].tolist()
         step = (w[H_STEP_LO] & 0xFFFFFFFF) | ((w[H_STEP_HI] & 0xFFFFFFFF) << 32)
         return cls(w[H_KIND], step, *w[H_ROWS:])
 

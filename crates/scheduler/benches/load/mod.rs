@@ -85,6 +85,7 @@ impl Load {
             max_in_flight: shape.depth,
             host_blocks: 0,
             host_slots: 0,
+            snapshot_slots: 0,
         };
         let mut scheduler = Scheduler::new(&config).unwrap();
         let fields = scheduler.layout();

@@ -2,6 +2,7 @@
 //!
 //! It checks what every row attends to and that nobody writes where another one's KV lies.
 
+use super::window::{Layers, StepRows};
 use super::{Rig, draw, mix};
 use deepinfer_scheduler::{Config, GroupSpec, Plan, Scheduler, Seq, SlotMap, Status, header, seq_flag};
 use std::collections::{HashMap, HashSet};
@@ -48,12 +49,13 @@ pub struct Flight {
 pub struct Stream {
     pub tokens: Vec<u32>,
     pub values: Vec<u64>,
+    pub layers: Layers,
     seed: u64,
 }
 
 impl Stream {
     fn new(prompt: &[u32], seed: u64) -> Self {
-        Self { tokens: prompt.to_vec(), values: super::values(prompt), seed }
+        Self { tokens: prompt.to_vec(), values: super::values(prompt), layers: Layers::default(), seed }
     }
 
     /// Goes on until position `position` is known.
@@ -173,7 +175,7 @@ impl Rig {
             return;
         }
         assert_eq!((rows as u32, seqs as u32), (plan.rows, plan.seqs));
-        self.commands(slot, &head);
+        let hits = self.commands(slot, &head);
         let field = |name: &str| self.memory.get(slot, name).to_vec();
         let (mut ids, mut pos, cu_q, mut seq_len) = (field("ids"), field("pos"), field("cu_q"), field("seq_len"));
         let (state_row, flags, prev_seq) = (field("state_row"), field("seq_flags"), field("prev_seq"));
@@ -272,6 +274,11 @@ impl Rig {
                         continue;
                     }
                     let at = self.device.kv_slot(map, row, position);
+                    if position < hits[row] {
+                        // Read and left as it is.
+                        assert_eq!((slots[m][r], self.device.kv[m][at]), (-1, h), "{seq:?} position {position}");
+                        continue;
+                    }
                     assert_eq!(slots[m][r], at as i32, "slot array and table agree");
                     assert!(written[m].insert(slots[m][r], r).is_none(), "two rows write slot {at}");
                     let page = (map.group, self.device.page(map, row, position));
@@ -300,6 +307,16 @@ impl Rig {
                     kept = accepted[i] as usize;
                 }
             }
+            self.run_windows(&StepRows {
+                seq,
+                slot: row,
+                step: plan.step.0,
+                first,
+                ids: &ids[start..end],
+                kept: kept as u32,
+                samples: end - start - samples.len()..end - start,
+                sound,
+            });
             if self.has_state {
                 self.device.seen[row] = first + kept as u32;
                 self.device.states[row] = now[kept - 1];
@@ -329,7 +346,9 @@ impl Rig {
             }
         }
         self.spoil_swaps(plan.slot);
-        for &row in &self.memory.get(plan.slot, "state_row")[..plan.seqs as usize] {
+        let rows = self.memory.get(plan.slot, "state_row")[..plan.seqs as usize].to_vec();
+        self.spoil_windows(plan.slot, plan.step.0, &rows);
+        for row in rows {
             self.device.states[row as usize] = 0xBAD;
         }
         self.device.last.tokens.iter_mut().for_each(|t| *t = (*t + 1) % super::VOCAB as i32);
@@ -337,7 +356,8 @@ impl Rig {
     }
 
     /// Applies deltas, clones, zeroes and admissions, in the order the contract states.
-    fn commands(&mut self, slot: usize, head: &[i32]) {
+    /// Returns the end of each slot's hit.
+    fn commands(&mut self, slot: usize, head: &[i32]) -> Vec<u32> {
         let field = |name: &str, n: i32, each: usize| -> Vec<Vec<i32>> {
             self.memory.get(slot, name)[..n as usize * each].chunks(each).map(<[i32]>::to_vec).collect()
         };
@@ -345,8 +365,9 @@ impl Rig {
         let clones = field("clone_blocks", head[header::CLONE_BLOCKS], 3);
         let state_clones = field("clone_states", head[header::CLONE_STATES], 2);
         let zeroes = field("zero_states", head[header::ZERO_STATES], 1);
-        let admitted = field("admitted", head[header::ADMITTED], 4);
+        let admitted = field("admitted", head[header::ADMITTED], 6);
         self.swap_out(slot, head);
+        self.snapshot_out(slot, head);
         let mut seen = HashMap::new();
         for d in &deltas {
             assert!(seen.insert((d[0], d[1]), d[2]).is_none(), "no table entry twice");
@@ -356,10 +377,18 @@ impl Rig {
         for z in zeroes {
             self.device.states[z[0] as usize] = 0;
             self.device.seen[z[0] as usize] = 0;
+            if let Some(windows) = &mut self.windows {
+                windows.slots[z[0] as usize] = super::window::State::default();
+            }
         }
+        self.swap_in(slot, head);
+        let restored = self.snapshot_in(slot, head);
         for c in state_clones {
             self.device.states[c[1] as usize] = self.device.states[c[0] as usize];
             self.device.seen[c[1] as usize] = self.device.seen[c[0] as usize];
+            if let Some(windows) = &mut self.windows {
+                windows.slots[c[1] as usize] = windows.slots[c[0] as usize].clone();
+            }
         }
         for c in clones {
             for (m, map) in self.device.maps.clone().iter().enumerate().filter(|(_, m)| m.group == c[0] as usize) {
@@ -369,8 +398,8 @@ impl Rig {
                 self.device.kv[m].copy_within(from..from + e, to);
             }
         }
-        self.swap_in(slot, head);
-        for a in admitted {
+        for a in &admitted {
+            self.begin_windows(a, &restored);
             let row = a[0] as usize;
             let computed = a[3] as u32;
             if self.has_state && computed > 0 && self.device.seen[row] == 0 {
@@ -385,5 +414,6 @@ impl Rig {
                 self.device.seen[row] = computed;
             }
         }
+        self.windows.as_ref().map_or_else(|| vec![0; self.device.seen.len()], |windows| windows.hits.clone())
     }
 }

@@ -37,6 +37,9 @@ impl Rig {
         for state in self.copies(slot, "swap_out_states", head[header::SWAP_OUT_STATES], 2) {
             assert!(state[0] > 0, "the null slot is nobody's");
             self.host.states[state[1]] = (self.device.states[state[0]], self.device.seen[state[0]]);
+            if let Some(windows) = &mut self.windows {
+                windows.host[state[1]] = windows.slots[state[0]].clone();
+            }
         }
     }
 
@@ -48,6 +51,9 @@ impl Rig {
         for state in self.copies(slot, "swap_in_states", head[header::SWAP_IN_STATES], 2) {
             assert!(state[1] > 0, "the null slot is nobody's");
             (self.device.states[state[1]], self.device.seen[state[1]]) = self.host.states[state[0]];
+            if let Some(windows) = &mut self.windows {
+                windows.slots[state[1]] = windows.host[state[0]].clone();
+            }
         }
     }
 
@@ -69,6 +75,9 @@ impl Rig {
         }
         for state in self.copies(slot, "swap_out_states", head[header::SWAP_OUT_STATES], 2) {
             self.host.states[state[1]] = (0xBAD, 0);
+            if let Some(windows) = &mut self.windows {
+                windows.host[state[1]] = super::window::State::default();
+            }
         }
     }
 

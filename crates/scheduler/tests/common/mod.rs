@@ -8,6 +8,7 @@
 mod device;
 mod host;
 mod mover;
+mod window;
 
 use deepinfer_scheduler::{
     Config, EngineType, FieldView, Finish, GroupSpec, Inbox, Limits, Outputs, Plan, Policy, Prepared, Reject, RingView,
@@ -98,6 +99,7 @@ pub fn config(block: u32, pages: u32, seqs: u32, tokens: u32) -> Config {
         max_in_flight: 1,
         host_blocks: 0,
         host_slots: 0,
+        snapshot_slots: 0,
     }
 }
 
@@ -165,6 +167,8 @@ pub struct Rig {
     pub steps: u64,
     pub last_rows: BTreeMap<Seq, u64>,
     pub host: host::Host,
+    /// Of a model with windows.
+    pub windows: Option<window::Windows>,
     /// Steps planned and not completed, oldest first, when `step` drives.
     pub queue: VecDeque<Plan>,
     max_in_flight: usize,
@@ -196,6 +200,7 @@ impl Rig {
         unsafe { scheduler.register_ring(&memory.views()).unwrap() };
         let device = Device::new(&scheduler, config);
         let host = host::Host::new(&scheduler, config);
+        let windows = window::Windows::new(&scheduler, config);
         let has_state = config.groups.iter().any(|g| matches!(g, GroupSpec::State { .. }));
         Self {
             inbox: scheduler.inbox(),
@@ -213,6 +218,7 @@ impl Rig {
             steps: 0,
             last_rows: BTreeMap::new(),
             host,
+            windows,
             queue: VecDeque::new(),
             max_in_flight: config.max_in_flight as usize,
             flights: HashMap::new(),

@@ -44,6 +44,9 @@ impl Rig {
         if self.has_state {
             self.device.states[load.slot.index()] = other.device.states[save.slot.index()];
             self.device.seen[load.slot.index()] = other.device.seen[save.slot.index()];
+            if let (Some(to), Some(from)) = (&mut self.windows, &other.windows) {
+                to.slots[load.slot.index()] = from.slots[save.slot.index()].clone();
+            }
         }
     }
 }

@@ -19,7 +19,7 @@ import torch
 from ...errors import ConfigError
 from ...kernels.block_formats import FP4_ROWS, FP8_ROWS, MXFP4_ROWS, RowFormat
 from ...kernels.cache_rows import RowKind
-from ..base import PagedGroup, Source, StateGroup
+from ..base import PagedGroup, Source, StateGroup, WindowHits
 from .topology import DeepseekV41Topology
 
 PAGE_TOKENS = 128
@@ -87,6 +87,7 @@ class CachePlan:
     pending_slots: int
     id_reach: int
     """Ids before a token that its n-grams read."""
+    hits: WindowHits
 
     @property
     def bytes_per_token(self) -> float:
@@ -132,7 +133,15 @@ class CachePlan:
 
         A group's ``replicas`` count copies of what is stored, hence the copy of the other region counts as dropped bytes.
         """
-        return StateGroup(self.stored.nbytes, 2 * self.dropped.nbytes, replicas=1, ring=self.ring, cut=self.page_tokens)
+        return StateGroup(
+            self.stored.nbytes,
+            2 * self.dropped.nbytes,
+            replicas=1,
+            ring=self.ring,
+            cut=self.page_tokens,
+            replica_at=self.live_bytes,
+            hits=self.hits,
+        )
 
     def kv_groups(self) -> tuple[list[PagedGroup], list[StateGroup]]:
         """One paged group; entries of layer ``l`` under ``layers.<l>.kv``, their index keys under ``layers.<l>.index``."""
@@ -196,6 +205,7 @@ def plan_caches(
         backtracking=back,
         pending_slots=pending,
         id_reach=0 if t.engram is None else t.engram.longest - 1,
+        hits=WindowHits(t.encoder_layers, len(t.layers) - t.encoder_layers, sizes.window, page_tokens, back),
     )
 
 
