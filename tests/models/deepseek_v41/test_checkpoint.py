@@ -14,6 +14,7 @@ from deepinfer.errors import CheckpointError
 from deepinfer.kernels.block_formats import encode_fp8_weight, encode_mxfp4_weight
 from deepinfer.models.deepseek_v41.checkpoint import check_tensors
 from deepinfer.models.deepseek_v41.parameters import ParameterSpec, checkpoint_parameters
+from deepinfer.models.deepseek_v41.strays import explain
 from deepinfer.models.deepseek_v41.topology import read_topology
 from deepinfer.models.loaders.safetensors_source import SafetensorsSource
 
@@ -53,6 +54,65 @@ def test_tensors_of_another_plan_are_listed(specs: list[ParameterSpec], found: d
         CheckpointError, match=r"1 tensors have no place in it: layers\.7\.attn\.compressor\.wkv\.weight \(BF16 \[64, 256\]\)"
     ):
         check_tensors(specs, found, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("layers.10.attn.wkv.weight", "there are 10 layers ('num_hidden_layers')"),
+        ("layers.3.attn.compressor.wkv.weight", "layer 3 makes no cache of its own ('kv_source_layer_ids')"),
+        ("layers.5.attn.compressor.wgate.weight", "layer 5 pools nothing at ratio 1 ('compress_ratios')"),
+        ("layers.7.attn.indexer.wk.weight", "layer 7 uses the index keys of layer 5 ('kv_source_layer_ids')"),
+        ("layers.6.attn.indexer.wq_b.scale", "layer 6 selects nothing by itself ('index_source_layer_ids')"),
+        ("layers.0.engram.embed.weight", "layer 0 reads no table ('engram_layer_ids')"),
+        ("layers.0.ffn.experts.8.w1.weight", "there are 8 experts ('n_routed_experts')"),
+        ("mtp.0.ffn.experts.4.w1.weight", "there are 4 experts ('dspark_n_routed_experts')"),
+        ("mtp.3.attn.wkv.weight", "there are 3 draft stages ('num_nextn_predict_layers')"),
+        ("mtp.1.main_proj.weight", "the first stage has it"),
+        ("mtp.0.norm.weight", "the last stage, mtp.2, has it"),
+        ("mtp.0.attn.indexer.wk.weight", "draft stages read their window only"),
+        ("vision.norm.weight", "config.json has no 'vision_config'"),
+        ("image_start", "config.json has no 'vision_config'"),
+        ("lm_head.weight", "the release calls it head.weight; rename it"),
+        ("model.embed_tokens.weight", "the release calls it embed.weight; rename it"),
+        ("model.norm.weight", "the release calls it norm.weight; rename it"),
+        ("model.layers.4.self_attn.o_b_proj.weight", "the release calls it layers.4.attn.wo_b.weight; rename it"),
+        ("model.layers.4.self_attn.kv_norm.weight", "the release calls it layers.4.attn.kv_norm.weight; rename it"),
+        ("model.layers.4.mlp.gate.e_score_correction_bias", "the release calls it layers.4.ffn.gate.bias; rename it"),
+        ("model.layers.4.ffn_hc.scale", "the release calls it layers.4.hc_ffn_scale; rename it"),
+        ("layers.4.attn.q_proj.weight", None),
+        ("something", None),
+    ],
+)
+def test_a_stray_tensor_is_explained(load: Load, name: str, why: str | None) -> None:
+    config = load("tiny")
+    del config["vision_config"]
+    topology = read_topology(config)
+    assert name not in {spec.name for spec in checkpoint_parameters(topology)}
+    assert explain(name, topology) == why
+
+
+def test_names_of_transformers_are_those_of_the_plan(load: Load) -> None:
+    """What a stray tensor is said to be called is something the plan has."""
+    topology = read_topology(load("tiny"))
+    names = {spec.name for spec in checkpoint_parameters(topology)}
+    renamed = {
+        "self_attn.q_a_proj.weight", "self_attn.q_a_norm.weight", "self_attn.q_b_proj.weight", "self_attn.kv_proj.weight",
+        "self_attn.o_a_proj.weight", "self_attn.sinks", "self_attn.compressor.kv_proj.weight", "self_attn.compressor.gate_proj.weight",
+        "self_attn.compressor.kv_norm.weight", "self_attn.indexer.q_b_proj.weight", "self_attn.indexer.k_proj.weight",
+        "self_attn.indexer.k_norm.weight", "self_attn.indexer.weights_proj.weight", "mlp.gate.weight",
+        "mlp.gate.e_score_correction_bias_vl", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight",
+        "mlp.shared_experts.down_proj.weight", "input_layernorm.weight", "post_attention_layernorm.weight", "attn_hc.fn", "ffn_hc.base",
+    }  # fmt: skip
+    for name in renamed:
+        said = explain(f"model.layers.2.{name}", topology)
+        assert said is not None and said.split()[4].removesuffix(";") in names, (name, said)
+
+
+def test_scales_without_packed_weights_are_explained(load: Load) -> None:
+    config = load("tiny")
+    del config["quantization_config"]
+    assert explain("layers.0.attn.wkv.scale", read_topology(config)) == "config.json has no 'quantization_config', so nothing is packed"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ...errors import CheckpointError
 from .parameters import Form, ParameterSpec
@@ -20,8 +20,19 @@ def _wanted(spec: ParameterSpec) -> str:
     return f"{_WORDS[spec.form]}, {' or '.join(spec.form.value)} {list(spec.shape)}"
 
 
-def check_tensors(specs: Iterable[ParameterSpec], found: Mapping[str, tuple[str, tuple[int, ...]]], where: str) -> None:
+def _nothing_known(name: str) -> str | None:
+    return None
+
+
+def check_tensors(
+    specs: Iterable[ParameterSpec],
+    found: Mapping[str, tuple[str, tuple[int, ...]]],
+    where: str,
+    explain: Callable[[str], str | None] = _nothing_known,
+) -> None:
     """``found``: name → (safetensors type, shape) of every tensor in the checkpoint at ``where``.
+
+    ``explain`` says why a name has no place in the plan, or None.
 
     Raises ``CheckpointError`` with the first ten names of each kind that are missing, not part of the plan, or of another
     shape or type. A type that carries the same bits otherwise (FP4 pairs as FP8) is another type.
@@ -36,7 +47,10 @@ def check_tensors(specs: Iterable[ParameterSpec], found: Mapping[str, tuple[str,
             missing.append(f"{spec.name} ({spec.part.value}: {_wanted(spec)})")
         elif stored[0] not in spec.form.value or tuple(stored[1]) != spec.shape:
             wrong.append(f"{spec.name} is {stored[0]} {list(stored[1])}, not {_wanted(spec)}")
-    extra = [f"{name} ({found[name][0]} {list(found[name][1])})" for name in sorted(found.keys() - known)]
+    extra: list[str] = []
+    for name in sorted(found.keys() - known):
+        reason = explain(name) if len(extra) < _LISTED else None
+        extra.append(f"{name} ({found[name][0]} {list(found[name][1])}{'' if reason is None else f': {reason}'})")
     problems = [
         _list(lines, what)
         for lines, what in (

@@ -8,6 +8,7 @@ unknown tensors, other shapes and packings (headers), NaN among the scales (a tw
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from .drawn import Drawn, DrawnRows
 from .engram import DEAD, Vocabulary, identity_map, token_map
 from .engram_table import EngramTable
 from .parameters import Form, Part, Weight, checkpoint_parameters, weights
+from .strays import explain
 from .topology import DeepseekV41Topology
 
 _SCAN_BYTES = 1 << 26
@@ -86,7 +88,7 @@ class ReleasedSource(_Listed):
         super().__init__(topology, keep_packed)
         self._stored = SafetensorsSource(files)
         found = {name: (self._stored.dtypes[name], self._stored.shape(name)) for name in self._stored.names()}
-        check_tensors(checkpoint_parameters(topology), found, str(files[0].parent))
+        check_tensors(checkpoint_parameters(topology), found, str(files[0].parent), partial(explain, topology=topology))
         self._check_scales(topology)
 
     def _check_scales(self, topology: DeepseekV41Topology) -> None:
