@@ -6,7 +6,7 @@ names once the weights are packed. Never touches: what the tensors mean, checkpo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -53,6 +53,10 @@ class ParameterPlaces:
     def __getitem__(self, name: str) -> torch.Tensor:
         """What ``LoadableModel.parameter`` gives; ``KeyError`` for a name that was not declared."""
         return self._open()[name]
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every name with its place."""
+        yield from self._open().items()
 
     def close(self) -> None:
         """Lets go of every tensor: loading is over. Later calls, of this one too, raise ``RuntimeError``."""

@@ -52,9 +52,9 @@ def test_packed_places_are_what_a_checkpoint_stores(load: Load) -> None:
 def test_places_are_parts_of_what_the_forward_reads(load: Load) -> None:
     """Written under checkpoint names, read under attributes: which rows, which group, which expert."""
     p = DeepseekV41Parameters(read_topology(load("tiny")), torch.float32, "cpu")
-    for number, place in enumerate(p.places.values()):
+    for number, (_, place) in enumerate(p.places.items()):
         place.fill_(number)
-    of = {name: float(number) for number, name in enumerate(p.places)}
+    of = {name: float(number) for number, name in enumerate(p.parameter_shapes())}
     layer = p.layers[2]
     experts = "layers.2.ffn.experts."
     for expert in range(8):

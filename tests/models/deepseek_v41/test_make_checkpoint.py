@@ -107,11 +107,11 @@ def test_every_way_from_a_seed_gives_the_same_numbers(
         other = load_parameters(resolve_model(str(made)), torch.float32, load_format="dummy", seed=3)
         kept = load_parameters(resolve_model(str(made)), torch.float32, load_format="dummy", seed=3, keep_packed=tuple(Form))
         tensors = stored(made)
-        assert kept.places.keys() == {name for name in tensors if name in kept.places}
+        assert kept.parameter_shapes().keys() <= tensors.keys()
         for name, place in kept.places.items():
             if place.dtype in (torch.uint8, torch.float8_e4m3fn):
                 assert torch.equal(place.view(torch.uint8), tensors[name].view(torch.uint8)), name
-    assert other.places.keys() == released.places.keys()
+    assert other.parameter_shapes() == released.parameter_shapes()
     for name, place in released.places.items():
         assert torch.equal(place, other.places[name]), name
     rows = torch.arange(0, 6126, 7).view(2, -1)[:, :400]
@@ -240,4 +240,4 @@ def test_full_depth_at_reduced_width_is_drawn(narrow: dict[str, Any]) -> None:
     resolved = SimpleNamespace(config=narrow, weight_format="none", name="narrow", weight_files=(), tokenizer=SimpleNamespace(path=Path()))
     p = load_parameters(resolved, torch.bfloat16, load_format="dummy", seed=1)  # type: ignore[arg-type]
     assert isinstance(p, DeepseekV41Parameters) and len(p.layers) == 40 and p.drafts is not None
-    assert all(place.float().isfinite().all() for place in p.places.values())
+    assert all(place.float().isfinite().all() for _, place in p.places.items())

@@ -240,6 +240,6 @@ def test_a_family_may_load_itself(made: Path, monkeypatch: pytest.MonkeyPatch) -
     steps: list[tuple[int, int]] = []
     model: Any = load_model(resolve_model(str(made)), torch.bfloat16, seed=4, progress=lambda done, total: steps.append((done, total)))
     assert isinstance(model, DeepseekV41Parameters) and Itself.seen == (str(made), torch.bfloat16, "cpu", "auto", 4)
-    assert steps[-1][0] == steps[-1][1] == sum(place.nbytes for place in model.places.values())
+    assert steps[-1][0] == steps[-1][1] == sum(place.nbytes for _, place in model.places.items())
     with pytest.raises(ConfigError, match="load_format='zip'"):
         load_model(resolve_model(str(made)), torch.bfloat16, load_format="zip")

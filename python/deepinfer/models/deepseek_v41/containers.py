@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...kernels.block_formats import fp8_scale_shape, mxfp4_shapes
+from ..places import ParameterPlaces
 from .engram_table import EngramTable
 from .parameters import Form
 from .shared_layers import LayerKind
@@ -177,35 +178,33 @@ class VisionParameters:
         return self.tensors[name]
 
 
-class _Places:
-    """Makes tensors and notes where each checkpoint name is written."""
+class _Places(ParameterPlaces):
+    """With the forms that a quantised checkpoint stores its weights in."""
 
     def __init__(self, quantised: bool, dtype: torch.dtype, device: torch.device, keep_packed: Collection[Form]) -> None:
-        self.by_name: dict[str, torch.Tensor] = {}
-        self._dtype, self._device = dtype, device
+        super().__init__(dtype, device)
         self._fp8 = quantised and Form.FP8 in keep_packed
         self._fp4 = quantised and Form.FP4_PAIRS in keep_packed
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def plain(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        self.by_name[name] = self._empty(shape, dtype)
-        return self.by_name[name]
+        return self.add(name, shape, dtype)
 
     def float32(self, name: str, *shape: int) -> torch.Tensor:
-        return self.plain(name, *shape, dtype=torch.float32)
+        return self.add(name, shape, torch.float32)
 
     def linear(self, names: Sequence[str], rows: int, width: int, scales: Scales, key: str) -> torch.Tensor:
         """``[len(names) * rows, width]``, one name after another; a quantised checkpoint has it in FP8."""
         whole = self._empty((len(names) * rows, width), torch.float8_e4m3fn if self._fp8 else None)
         for name, part in zip(names, whole.split(rows), strict=True):
-            self.by_name[f"{name}.weight"] = part
+            self.put(f"{name}.weight", part)
         if self._fp8:
             down, across = fp8_scale_shape((rows, width))
             scales[key] = self._empty((len(names) * down, across), torch.uint8)
             for name, part in zip(names, scales[key].split(down), strict=True):
-                self.by_name[f"{name}.scale"] = part
+                self.put(f"{name}.scale", part)
         return whole
 
     def experts(self, prefix: str, experts: int, names: Sequence[str], rows: int, width: int, scales: Scales, key: str) -> torch.Tensor:
@@ -225,7 +224,7 @@ class _Places:
     def _split(self, prefix: str, names: Sequence[str], rows: int, whole: torch.Tensor, ending: str) -> None:
         for name, part in zip(names, whole.split(rows, 1), strict=True):
             for expert, of_expert in enumerate(part.unbind()):
-                self.by_name[f"{prefix}{expert}.{name}.{ending}"] = of_expert
+                self.put(f"{prefix}{expert}.{name}.{ending}", of_expert)
 
 
 class DeepseekV41Parameters:
@@ -242,7 +241,7 @@ class DeepseekV41Parameters:
     ) -> None:
         self.topology, self.keep_packed = topology, frozenset(keep_packed)
         self._make = make = _Places(topology.quantised_weights, dtype, torch.device(device), keep_packed)
-        self.places: dict[str, torch.Tensor] = make.by_name
+        self.places: ParameterPlaces = make
         t = topology
         self.token_map: torch.Tensor | None = None
         self.embed = make.plain("embed.weight", t.vocab, t.hidden)
@@ -398,7 +397,7 @@ class DeepseekV41Parameters:
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """See ``registry.LoadableModel``; of packed weights the shapes of what is stored, their scales among them."""
-        return {name: tuple(place.shape) for name, place in self.places.items()}
+        return self.places.shapes()
 
     def parameter(self, name: str) -> torch.Tensor:
         """See ``registry.LoadableModel``."""

@@ -110,7 +110,7 @@ class DeepseekV41Model:
         self._parameters = None
         # logits are float32 whatever the run dtype: the head decides between tokens
         self._head = pack_linear(p.head.float(), largest_rows=64 if self.device.type == "cpu" else None)
-        p.places.clear()
+        p.places.close()
         if t.engram is not None and p.token_map is not None:
             tables = [layer.engram.table for layer in p.layers if layer.engram is not None]
             self._engram = EngramReader(t.engram, tables, p.token_map, self.dtype, self.device)
