@@ -199,13 +199,14 @@ def test_bench_measures_a_model_of_which_only_the_configuration_exists(kind: str
         assert value["decode_tokens_per_second"] > 0
 
 
-def test_a_sigint_while_generating_ends_with_130() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_generating_ends_with_its_code(number: signal.Signals, code: int) -> None:
     process = start("generate", *MODEL, "--temperature", "0", "--raw", "--ignore-eos", "--max-tokens", "4000", "Once upon a time")
     assert process.stdout is not None
     assert os.read(process.stdout.fileno(), 1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=TIMEOUT)
-    assert (process.returncode, err) == (130, b"")
+    assert (process.returncode, err) == (code, b"")
 
 
 def test_an_error_of_the_engine_is_one_line_there_too(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ One file per sub-command, each with ``add_arguments(parser)``, ``run(args) -> in
 Importing any of them imports neither torch nor transformers, so that ``--help`` and user mistakes answer at once.
 
 Exit codes: 0 done · 1 failed while running · 2 the user's mistake, one line on stderr says what to change ·
-130 stopped by Ctrl-C · 141 the reader of our output went away.
+130 stopped by Ctrl-C · 141 the reader of our output went away · 143 stopped by SIGTERM.
 """
 
 from deepinfer.cli.app import main

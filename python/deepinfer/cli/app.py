@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from deepinfer import errors
 from deepinfer.cli import console
@@ -43,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.open_missing_streams()
     try:
         args = build_parser().parse_args(argv)
-        code = int(args.run(args))
+        with _ending_cleanly():
+            code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except SystemExit as stop:  # argparse: help, version, a mistake that it has printed
+    except SystemExit as stop:  # argparse: help, version, a mistake that it has printed; or SIGTERM
         return stop.code if isinstance(stop.code, int) else console.EXIT_USAGE
     except KeyboardInterrupt:
         return console.EXIT_INTERRUPTED
@@ -71,6 +75,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:  # a fault of ours: the whole traceback is what a report needs
             traceback.print_exc()
         return console.EXIT_FAILED
+
+
+@contextlib.contextmanager
+def _ending_cleanly() -> Iterator[None]:
+    """Has SIGTERM end the command as Ctrl-C does, with its own exit code; a second one ends the process at once."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise SystemExit(console.EXIT_TERMINATED)
+
+    try:
+        before = signal.signal(signal.SIGTERM, end) if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else None
+    except ValueError:  # signals belong to the main thread
+        before = None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _version() -> str:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with AnswerFile(args.output) as target:
             _answer(engine, args.served_model_name or args.model, source, target, tally)
-    except (KeyboardInterrupt, errors.EngineDeadError):
+    except (KeyboardInterrupt, SystemExit, errors.EngineDeadError):
         if args.output != "-":
             console.note(f"deepinfer: stopped with {tally.answered} answered; the same command goes on from there")
         raise

@@ -13,7 +13,7 @@ from deepinfer.cli import console
 EXIT_CODES = """\
 exit codes:
   0 done   1 failed while running   2 wrong input or settings (one line says what to change)
-  130 stopped by Ctrl-C   141 the reader of the output went away
+  130 stopped by Ctrl-C   141 the reader of the output went away   143 stopped by SIGTERM
 """
 
 
