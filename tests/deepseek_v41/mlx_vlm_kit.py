@@ -22,20 +22,25 @@ import torch
 from deepinfer.models.deepseek_v41.topology import read_topology
 from deepseek_v41.sequential import Shared, in_order
 
-_PACKAGES = ("mlx_vlm", "mlx_vlm.models", "mlx_vlm.models.deepseek_v41")
+_PACKAGES = ("", "models", "models.deepseek_v41", "speculative", "speculative.drafters")
+
+
+def outside(name: str) -> Any:
+    """``mlx_vlm.<name>``; ``ModuleNotFoundError`` if it or something it needs is missing."""
+    if "mlx_vlm" not in sys.modules:
+        found = importlib.util.find_spec("mlx_vlm")
+        if found is None or found.origin is None:
+            raise ModuleNotFoundError("No module named 'mlx_vlm'", name="mlx_vlm")
+        for package in _PACKAGES:
+            bare = ModuleType(f"mlx_vlm.{package}".rstrip("."))
+            bare.__path__ = [str(Path(found.origin).parent.joinpath(*package.split(".")))]
+            sys.modules[bare.__name__] = bare
+    return importlib.import_module(f"mlx_vlm.{name}")
 
 
 def module(name: str) -> Any:
-    """``mlx_vlm.models.deepseek_v41.<name>``; ``ModuleNotFoundError`` if it or something it needs is missing."""
-    if _PACKAGES[0] not in sys.modules:
-        found = importlib.util.find_spec(_PACKAGES[0])
-        if found is None or found.origin is None:
-            raise ModuleNotFoundError(f"No module named {_PACKAGES[0]!r}", name=_PACKAGES[0])
-        for package in _PACKAGES:
-            bare = ModuleType(package)
-            bare.__path__ = [str(Path(found.origin).parent.joinpath(*package.split(".")[1:]))]
-            sys.modules[package] = bare
-    return importlib.import_module(f"{_PACKAGES[-1]}.{name}")
+    """A module of the model's own, as of ``outside``."""
+    return outside(f"models.deepseek_v41.{name}")
 
 
 def to_torch(array: Any) -> torch.Tensor:

@@ -33,6 +33,10 @@ class Sizes(Protocol):
     """What is read here of a topology."""
 
     @property
+    def streams(self) -> int:
+        """Residual streams."""
+
+    @property
     def eps(self) -> float:
         """Added to the mean square in every norm."""
 
@@ -55,6 +59,9 @@ class Sizes(Protocol):
 
 class Parts:
     """Weights under checkpoint names (float32, logical shapes ``[out, in]``) and what is computed with one layer's."""
+
+    single_pass = True
+    """A site collapses the streams with the mix of the site before it; otherwise with its own."""
 
     def __init__(self, topology: Sizes, weights: Mapping[str, torch.Tensor], run: Run) -> None:
         self.topology, self.weights, self.run = topology, weights, run
@@ -92,6 +99,33 @@ class Parts:
         """Coefficients (pre, post, comb) of the site ``<prefix>hc_attn`` or ``<prefix>hc_ffn``."""
         w, t = self.weights, self.topology
         return arithmetic.mixes(streams, w[f"{name}_fn"], w[f"{name}_base"], w[f"{name}_scale"], t.eps, t.mix_eps, t.sinkhorn_iterations)
+
+    def enter(
+        self, streams: torch.Tensor, carried: torch.Tensor, prefix: str, site: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normed input ``[R, d]`` of a sublayer (``attn`` or ``ffn``), and its site's pre, post and comb; ``carried`` is the pre before."""
+        pre, post, comb = self.site(streams, f"{prefix}hc_{site}")
+        collapsed = arithmetic.collapse(streams, carried if self.single_pass else pre, self.run.dtype)
+        return self.norm(collapsed, f"{prefix}{site}_norm"), pre, post, comb
+
+    def last_row(self, streams: torch.Tensor, carried: torch.Tensor, prefix: str) -> torch.Tensor:
+        """Streams collapsed for a head ``[R, d]``, before its norm; ``prefix`` is empty for the model's own."""
+        return arithmetic.collapse(streams, carried, self.run.dtype)
+
+    def vocabulary(self, row: torch.Tensor) -> torch.Tensor:
+        """Logits float32 ``[R, vocab]`` of normed rows."""
+        return row.float() @ self.weights["head.weight"].to(self.run.dtype).float().T
+
+    def start(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams and mix that enter the first layer."""
+        streams = embeddings.to(self.run.dtype)[:, None].repeat(1, self.topology.streams, 1)
+        pre = torch.zeros(streams.shape[:2])
+        pre[:, 0] = 1.0
+        return streams, pre
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings ``[R, d]``."""
+        return self.weights["embed.weight"][ids].to(self.run.dtype)
 
     def queries(self, u: torch.Tensor, prefix: str, positions: torch.Tensor, rope: RopeParameters) -> tuple[torch.Tensor, torch.Tensor]:
         """Turned heads ``[R, H, D]`` and the low-rank row ``[R, q_rank]`` they come from."""

@@ -288,8 +288,7 @@ class Sequential(Parts):
             streams = self.add_engram(streams, index, rows)
         positions = first + torch.arange(streams.shape[0])
         rope = self.topology.rope_compress if plan.stretched_rope else self.topology.rope_main
-        pre_attn, post, comb = self.site(streams, f"{prefix}hc_attn")
-        u = self.norm(arithmetic.collapse(streams, pre, self.run.dtype), f"{prefix}attn_norm")
+        u, pre, post, comb = self.enter(streams, pre, prefix, "attn")
         q, low = self.queries(u, prefix, positions, rope)
         if index not in shared.windows:
             shared.windows[index] = self.window(u, prefix, positions, rope)
@@ -299,26 +298,13 @@ class Sequential(Parts):
             self._select(plan, u, low, positions, shared, keep_scores)
         y = self.output(self._attend(q, shared.windows[index], plan, shared), prefix, positions, rope)
         streams = arithmetic.expand(y, streams, post, comb)
-        pre_ffn, post, comb = self.site(streams, f"{prefix}hc_ffn")
-        u = self.norm(arithmetic.collapse(streams, pre_attn, self.run.dtype), f"{prefix}ffn_norm")
-        y, experts = self.moe(u, f"{prefix}", self.topology.moe.chosen, image)
-        return LayerOutput(arithmetic.expand(y, streams, post, comb), pre_ffn, experts)
-
-    def start(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Streams and mix that enter the first layer."""
-        streams = embeddings.to(self.run.dtype)[:, None].repeat(1, self.topology.streams, 1)
-        pre = torch.zeros(streams.shape[:2])
-        pre[:, 0] = 1.0
-        return streams, pre
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings ``[R, d]``."""
-        return self.weights["embed.weight"][ids].to(self.run.dtype)
+        u, pre, post, comb = self.enter(streams, pre, prefix, "ffn")
+        y, experts = self.moe(u, prefix, self.topology.moe.chosen, image)
+        return LayerOutput(arithmetic.expand(y, streams, post, comb), pre, experts)
 
     def head(self, streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
         """Logits float32 ``[R, vocab]``."""
-        row = self.norm(arithmetic.collapse(streams, pre, self.run.dtype), "norm")
-        return row.float() @ self.weights["head.weight"].to(self.run.dtype).float().T
+        return self.vocabulary(self.norm(self.last_row(streams, pre, ""), "norm"))
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer.kernels.rope import RopeParameters
-from deepinfer.models.deepseek_v41.topology import AttentionSizes, MoeSizes
+from deepinfer.models.deepseek_v41.topology import AttentionSizes, DraftTopology, MoeSizes
 from deepseek_v41 import arithmetic
 from deepseek_v41.parts import Parts, Run
 
@@ -41,6 +41,7 @@ class V4Plan:
     """Layers whose experts are given by token id."""
     rope_main: RopeParameters
     rope_compress: RopeParameters
+    drafts: DraftTopology
 
 
 @dataclass
@@ -59,7 +60,12 @@ class V4Forward:
 
 
 class SequentialV4(Parts):
-    """The model; V4's caches are not rounded unless ``run`` says so (in V4.1's formats)."""
+    """The model, with draft stages if its plan has any (``drafts.draft``).
+
+    V4's caches are not rounded unless ``run`` says so (in V4.1's formats).
+    """
+
+    single_pass = False
 
     def __init__(self, plan: V4Plan, weights: Mapping[str, torch.Tensor], run: Run = Run(caches=False)) -> None:  # noqa: B008 (frozen)
         super().__init__(plan, weights, run)
@@ -126,9 +132,9 @@ class SequentialV4(Parts):
     def layer(self, index: int, streams: torch.Tensor, ids: torch.Tensor, seen: V4Forward) -> torch.Tensor:
         """Streams behind layer ``index``; what it makes is added to ``seen``."""
         t, prefix, ratio, positions = self.topology, f"layers.{index}.", self.topology.ratios[index], torch.arange(streams.shape[0])
+        pre = torch.empty(0)  # nothing is carried from site to site
         rope = t.rope_compress if ratio else t.rope_main
-        pre, post, comb = self.site(streams, f"{prefix}hc_attn")
-        u = self.norm(arithmetic.collapse(streams, pre, self.run.dtype), f"{prefix}attn_norm")
+        u, pre, post, comb = self.enter(streams, pre, prefix, "attn")
         q, low = self.queries(u, prefix, positions, rope)
         window = self.window(u, prefix, positions, rope)
         entries = chosen = keys = None
@@ -142,8 +148,7 @@ class SequentialV4(Parts):
                 chosen = torch.where(every < ((positions + 1) // ratio)[:, None], every, -1)
         heads = self._attend(q, window, entries, chosen, self.weights[f"{prefix}attn.attn_sink"])
         streams = arithmetic.expand(self.output(heads, prefix, positions, rope), streams, post, comb)
-        pre, post, comb = self.site(streams, f"{prefix}hc_ffn")
-        u = self.norm(arithmetic.collapse(streams, pre, self.run.dtype), f"{prefix}ffn_norm")
+        u, pre, post, comb = self.enter(streams, pre, prefix, "ffn")
         if t.hashed[index]:
             experts = self.weights[f"{prefix}ffn.gate.tid2eid"][ids]
             y = self.experts(u, prefix, experts, self.expert_weights(self.scores(u, prefix), experts))
@@ -156,17 +161,20 @@ class SequentialV4(Parts):
         seen.experts.append(experts)
         return arithmetic.expand(y, streams, post, comb)
 
+    def last_row(self, streams: torch.Tensor, carried: torch.Tensor, prefix: str) -> torch.Tensor:
+        """As in V4.1, with a mix that the head has weights for."""
+        t, flat, name = self.topology, streams.flatten(1).float(), f"{prefix}hc_head"
+        mix = (flat @ self.weights[f"{name}_fn"].float().T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + t.eps)
+        pre = torch.sigmoid(mix * self.weights[f"{name}_scale"] + self.weights[f"{name}_base"]) + t.mix_eps
+        return arithmetic.collapse(streams, pre, self.run.dtype)
+
     def head(self, streams: torch.Tensor) -> torch.Tensor:
         """Logits float32 ``[T, vocab]``."""
-        t, flat = self.topology, streams.flatten(1).float()
-        mix = (flat @ self.weights["hc_head_fn"].float().T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + t.eps)
-        pre = torch.sigmoid(mix * self.weights["hc_head_scale"] + self.weights["hc_head_base"]) + t.mix_eps
-        row = self.norm(arithmetic.collapse(streams, pre, self.run.dtype), "norm")
-        return row.float() @ self.weights["head.weight"].to(self.run.dtype).float().T
+        return self.vocabulary(self.norm(self.last_row(streams, torch.empty(0), ""), "norm"))
 
     def forward(self, ids: torch.Tensor) -> V4Forward:
         """All layers on ``ids`` int64 ``[T]``."""
-        streams = self.weights["embed.weight"][ids].to(self.run.dtype)[:, None].repeat(1, self.topology.streams, 1)
+        streams, _ = self.start(self.embed(ids))
         seen = V4Forward(torch.empty(0), [streams], [], [], [], [], [])
         for index in range(len(self.topology.ratios)):
             seen.inputs.append(self.layer(index, seen.inputs[-1], ids, seen))

@@ -15,10 +15,15 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.rope import RopeParameters
-from deepinfer.models.deepseek_v41.topology import AttentionSizes, MoeSizes
+from deepinfer.models.deepseek_v41.topology import AttentionSizes, DraftTopology, MoeSizes
 from deepseek_v41.v4 import V4Plan
 from deepseek_v41.weights_kit import DATA, made
 
+DRAFTS: dict[str, Any] = {
+    "num_nextn_predict_layers": 3, "dspark_block_size": 5, "dspark_noise_token_id": 511, "dspark_target_layer_ids": [2, 3, 4],
+    "dspark_markov_rank": 16,
+}  # fmt: skip
+"""Fields that give the configuration draft stages."""
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
@@ -75,11 +80,26 @@ def read_plan(fields: Mapping[str, Any]) -> V4Plan:
             beta_slow=yarn["beta_slow"],
             attention_factor=1.0,
         ),
+        drafts=_drafts(fields),
     )
 
 
-def _layer(t: V4Plan, index: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    a, d, ratio = t.attention, t.hidden, t.ratios[index]
+def _drafts(fields: Mapping[str, Any]) -> DraftTopology:
+    if not fields["num_nextn_predict_layers"]:
+        return DraftTopology(0, 0, 0, (), 0, 0, 0)
+    return DraftTopology(
+        stages=fields["num_nextn_predict_layers"],
+        block=fields["dspark_block_size"],
+        noise_token=fields["dspark_noise_token_id"],
+        taps=tuple(fields["dspark_target_layer_ids"]),
+        markov_rank=fields["dspark_markov_rank"],
+        experts=fields["n_routed_experts"],
+        chosen=fields["num_experts_per_tok"],
+    )
+
+
+def _layer(t: V4Plan, ratio: int, hashed: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    a, d = t.attention, t.hidden
     yield "attn.wq_a.weight", (a.q_rank, d)
     yield "attn.q_norm.weight", (a.q_rank,)
     yield "attn.wq_b.weight", (a.heads * a.head_dim, a.q_rank)
@@ -107,7 +127,7 @@ def _layer(t: V4Plan, index: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"hc_{site}_base", (mixes,)
         yield f"hc_{site}_scale", (3,)
     yield "ffn.gate.weight", (t.moe.experts, d)
-    yield ("ffn.gate.tid2eid", (t.vocab, t.moe.chosen)) if t.hashed[index] else ("ffn.gate.bias", (t.moe.experts,))
+    yield ("ffn.gate.tid2eid", (t.vocab, t.moe.chosen)) if hashed else ("ffn.gate.bias", (t.moe.experts,))
     for expert in ("shared_experts", *(f"experts.{number}" for number in range(t.moe.experts))):
         yield f"ffn.{expert}.w1.weight", (t.moe.width, d)
         yield f"ffn.{expert}.w3.weight", (t.moe.width, d)
@@ -118,13 +138,29 @@ def tensors(plan: V4Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Checkpoint names and shapes; all float32 but ``tid2eid``, which is int64."""
     yield "embed.weight", (plan.vocab, plan.hidden)
     for index in range(len(plan.ratios)):
-        for name, shape in _layer(plan, index):
+        for name, shape in _layer(plan, plan.ratios[index], plan.hashed[index]):
             yield f"layers.{index}.{name}", shape
-    yield "hc_head_fn", (plan.streams, plan.streams * plan.hidden)
-    yield "hc_head_base", (plan.streams,)
-    yield "hc_head_scale", (1,)
+    yield from _head_mix(plan, "")
     yield "norm.weight", (plan.hidden,)
     yield "head.weight", (plan.vocab, plan.hidden)
+    last, d = f"mtp.{plan.drafts.stages - 1}.", plan.hidden
+    for stage in range(plan.drafts.stages):
+        for name, shape in _layer(plan, 0, False):
+            yield f"mtp.{stage}.{name}", shape
+    if plan.drafts.stages:
+        yield "mtp.0.main_proj.weight", (d, len(plan.drafts.taps) * d)
+        yield "mtp.0.main_norm.weight", (d,)
+        yield from _head_mix(plan, last)
+        yield f"{last}norm.weight", (d,)
+        yield f"{last}markov_head.embed.weight", (plan.vocab, plan.drafts.markov_rank)
+        yield f"{last}markov_head.head.weight", (plan.vocab, plan.drafts.markov_rank)
+        yield f"{last}confidence_head.proj.weight", (1, d + plan.drafts.markov_rank)
+
+
+def _head_mix(plan: V4Plan, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}hc_head_fn", (plan.streams, plan.streams * plan.hidden)
+    yield f"{prefix}hc_head_base", (plan.streams,)
+    yield f"{prefix}hc_head_scale", (1,)
 
 
 def weights(plan: V4Plan, seed: int) -> dict[str, torch.Tensor]:
@@ -179,7 +215,7 @@ def transformers_names(plan: V4Plan, given: Mapping[str, torch.Tensor]) -> dict[
     """Weights as transformers names and packs them."""
     named = {}
     for name, value in given.items():
-        if ".experts." in name:
+        if ".experts." in name or name.startswith("mtp."):
             continue
         key = _OUTSIDE.get(name)
         if key is None:
