@@ -10,6 +10,8 @@ tensors are compared with the weight's logical shape before anything is decoded,
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
@@ -52,16 +54,39 @@ def _scale_bytes(name: str, scale: torch.Tensor, shape: tuple[int, int]) -> torc
     return byte
 
 
+@cache
+def _e4m3_values(device: torch.device) -> torch.Tensor:
+    """float32 ``[256]``: the number of every code."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+
+
+@cache
+def _e2m1_pairs(device: torch.device) -> torch.Tensor:
+    """int64 ``[256]``: the two float32 numbers of every byte, as one item to be looked up."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)[:, None]
+    return from_e2m1(unpack_pairs(codes)).contiguous().view(torch.int64).view(-1)
+
+
+def _look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Items of ``table`` in the order of ``codes`` uint8, flat: several times faster than taking numbers apart on a CPU."""
+    return table.index_select(0, codes.reshape(-1).to(torch.int32))
+
+
 def decode_fp8_weight(
     values: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32, name: str = "weight"
 ) -> torch.Tensor:
     """The weight ``[N, K] = shape`` in ``dtype``; ``CheckpointError`` for other packing or NaN in scales or values."""
     _expect(name, "values", values, (torch.float8_e4m3fn,), shape)
     spread = from_ue8m0(_scale_bytes(name, scale, fp8_scale_shape(shape)))
-    spread = spread.repeat_interleave(WEIGHT_BLOCK, 0)[: shape[0]].repeat_interleave(WEIGHT_BLOCK, 1)[:, : shape[1]]
-    plain = values.float() * spread
-    if bool(plain.isnan().any()):
+    codes = values.view(torch.uint8)
+    # the one NaN of either sign has all other bits set; products of numbers and scales are none
+    if bool(((codes & 0x7F) == 0x7F).any()):
         raise CheckpointError(f"values of {name!r} hold NaN: the checkpoint is damaged or not in e4m3")
+    plain = _look_up(_e4m3_values(values.device), codes).view(shape)
+    wide = spread.repeat_interleave(WEIGHT_BLOCK, 1)[:, : shape[1]]
+    whole = shape[0] // WEIGHT_BLOCK
+    plain[: whole * WEIGHT_BLOCK].view(whole, WEIGHT_BLOCK, shape[1]).mul_(wide[:whole, None])
+    plain[whole * WEIGHT_BLOCK :].mul_(wide[whole:])
     return plain.to(dtype)
 
 
@@ -83,8 +108,9 @@ def decode_mxfp4_weight(
     byte_shape, scale_shape = mxfp4_shapes(shape)
     _expect(name, "bytes", packed, (torch.int8, torch.uint8), byte_shape)
     scales = from_ue8m0(_scale_bytes(name, scale, scale_shape))
-    plain = from_e2m1(unpack_pairs(packed.view(torch.uint8)))
-    return (plain.unflatten(1, (scale_shape[1], WEIGHT_BLOCK)) * scales[..., None]).flatten(1).to(dtype)
+    plain = _look_up(_e2m1_pairs(packed.device), packed.view(torch.uint8)).view(torch.float32)
+    plain.view(*scale_shape, WEIGHT_BLOCK).mul_(scales[..., None])
+    return plain.view(shape).to(dtype)
 
 
 def encode_mxfp4_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

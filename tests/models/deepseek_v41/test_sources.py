@@ -207,6 +207,15 @@ def test_tables_stay_in_their_files(made: Path) -> None:
     assert torch.equal(whole.table.read(rows), engram.table.read(rows))
 
 
+@pytest.mark.parametrize("kept", [(), (Form.FP8, Form.FP4_PAIRS)], ids=["decoded", "packed"])
+def test_a_device_holds_the_same_numbers(made: Path, device: str, kept: tuple[Form, ...]) -> None:
+    here = load_parameters(resolve_model(str(made)), torch.bfloat16, keep_packed=kept)
+    there = load_parameters(resolve_model(str(made)), torch.bfloat16, device, keep_packed=kept)
+    for name, place in there.places.items():
+        assert place.device.type == torch.device(device).type
+        assert torch.equal(place.cpu().view(torch.uint8), here.places[name].view(torch.uint8)), name
+
+
 def test_tensors_come_in_any_order(made: Path) -> None:
     source = ReleasedSource(sorted(made.glob("*.safetensors")), read_topology(json.loads((made / "config.json").read_text())))
     names = sorted(source.names(), key=lambda name: name[::-1])

@@ -47,7 +47,7 @@ def load_parameters(
     if found == "dummy":
         source = DrawnSource(topology, seed, keep_packed)
     else:
-        source = ReleasedSource(resolved.weight_files, topology, keep_packed)
+        source = ReleasedSource(resolved.weight_files, topology, keep_packed, device)
     parameters = DeepseekV41Parameters(topology, dtype, device, keep_packed)
     fill(parameters, source, progress)
     parameters.attach_tables(source.tables(engram_cache_bytes), token_map)

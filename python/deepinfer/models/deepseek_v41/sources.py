@@ -83,9 +83,19 @@ class _Listed:
 class ReleasedSource(_Listed):
     """A checkpoint on disk. Reads one tensor at a time, in any order, whichever file it is in."""
 
-    def __init__(self, files: Sequence[Path], topology: DeepseekV41Topology, keep_packed: Collection[Form] = ()) -> None:
-        """Checks everything but the numbers; ``CheckpointError`` lists what is wrong with names, files and what is needed."""
+    def __init__(
+        self,
+        files: Sequence[Path],
+        topology: DeepseekV41Topology,
+        keep_packed: Collection[Form] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Checks everything but the numbers; ``CheckpointError`` lists what is wrong with names, files and what is needed.
+
+        Packed weights travel to ``device`` as they are and are decoded there.
+        """
         super().__init__(topology, keep_packed)
+        self._device = torch.device(device)
         self._stored = SafetensorsSource(files)
         found = {name: (self._stored.dtypes[name], self._stored.shape(name)) for name in self._stored.names()}
         check_tensors(checkpoint_parameters(topology), found, str(files[0].parent), partial(explain, topology=topology))
@@ -127,7 +137,8 @@ class ReleasedSource(_Listed):
         if weight.scale is None:
             return stored
         decode = decode_fp8_weight if weight.stored.form is Form.FP8 else decode_mxfp4_weight
-        return decode(stored, self._stored.read(weight.scale.name), (weight.shape[0], weight.shape[1]), name=name)
+        scale = self._stored.read(weight.scale.name)
+        return decode(stored.to(self._device), scale.to(self._device), (weight.shape[0], weight.shape[1]), name=name)
 
     def _read_packed(self, weight: Weight) -> torch.Tensor:
         stored = self._stored.read(weight.name)
