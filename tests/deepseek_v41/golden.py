@@ -47,6 +47,36 @@ def picture() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, image, bell(SEED, "image rows", (15, plan("tiny").hidden))
 
 
+GRIDS = ((7, 5), (3, 6), (1, 1))
+"""Patches (high, wide) of the images whose rows are kept."""
+SIZES = (
+    (640, 480),
+    (30, 20),
+    (1, 1),
+    (4000, 3000),
+    (3000, 4000),
+    (10000, 40),
+    (40, 10000),
+    (544, 544),
+    (1344, 1344),
+    (1345, 1330),
+    (97, 2001),
+)
+"""Pixels (width, height) of the images whose grids are kept."""
+DRAFT_POSITIONS = (0, 9, 23)
+"""Last verified positions, of 24, for which V4's drafts are kept."""
+
+
+def patches(high: int, wide: int) -> torch.Tensor:
+    """Pixels of an image in patches ``[high wide, 588]``, between −1 and 1 as a real one's."""
+    return bell(SEED, f"patches {high} {wide}", (high * wide, 588)).clamp(-1, 1)
+
+
+def draft_taps() -> torch.Tensor:
+    """What V4's draft stages read, for 24 verified positions."""
+    return bell(SEED, "taps", (24, 3, 128))
+
+
 def rows_to_round() -> torch.Tensor:
     """Rows over many orders of magnitude, with zeros and ties."""
     rows = bell(SEED, "rows to round", (24, 64)) * torch.exp2(torch.arange(-12, 12).float())[:, None]

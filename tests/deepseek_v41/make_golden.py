@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from mlx_lm.models import deepseek_v41 as mlx_lm
 
-from deepseek_v41 import golden, mlx_lm_kit, mlx_vlm_kit
+from deepseek_v41 import golden, mlx_lm_kit, mlx_vlm_drafts_kit, mlx_vlm_kit, v4_kit
 from deepseek_v41.weights_kit import bell, config
 
 
@@ -46,9 +46,34 @@ def _engram() -> dict[str, torch.Tensor]:
     return found
 
 
+def _vision() -> dict[str, torch.Tensor]:
+    """Rows of mlx-vlm's tower and aligner, and the grids it plans for images of given sizes, by the full and the tiny configuration."""
+    oracle = mlx_vlm_kit.Oracle(config("tiny"), golden.weights(True), golden.SHUFFLED.tolist())
+    found = {f"mlx_vlm.image_{high}x{wide}": oracle.image_rows(golden.patches(high, wide), high, wide) for high, wide in golden.GRIDS}
+    for name in ("full", "tiny"):
+        fields = mlx_vlm_kit.module("config").ModelConfig.from_dict(config(name))
+        plan = mlx_vlm_kit.module("processing_deepseek_v41").plan_image_grid
+        grids = [plan(width, height, fields) for width, height in golden.SIZES]
+        found[f"mlx_vlm.grids_{name}"] = torch.tensor(grids, dtype=torch.int32)
+    return found
+
+
+def _drafts() -> dict[str, torch.Tensor]:
+    """Drafts of mlx-vlm's stages for DeepSeek-V4 and their logits without the Markov part."""
+    fields = v4_kit.config(**v4_kit.DRAFTS)
+    plan = v4_kit.read_plan(fields)
+    drafter, tokens, logits = mlx_vlm_drafts_kit.Drafter(fields, plan, v4_kit.weights(plan, golden.SEED)), [], []
+    for position, taps in enumerate(golden.draft_taps()):
+        drafts, base = drafter.step(taps, position)
+        if position in golden.DRAFT_POSITIONS:
+            tokens.append(drafts)
+            logits.append(base[:, golden.COLUMNS])
+    return {"mlx_vlm.drafts": torch.stack(tokens).int(), "mlx_vlm.draft_logits": torch.stack(logits)}
+
+
 def main() -> None:
     """Writes the file."""
-    arrays = {name: value.numpy() for name, value in {**_text(), **_engram()}.items()}
+    arrays = {name: value.numpy() for name, value in {**_text(), **_engram(), **_vision(), **_drafts()}.items()}
     arrays["checksum"] = np.array(golden.checksum())
     np.savez_compressed(golden.FILE, **arrays)  # type: ignore[arg-type]
     print(f"{golden.FILE}: {golden.FILE.stat().st_size / 1024:.0f} KiB")

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import torch
 
@@ -69,6 +70,8 @@ class Oracle:
         self.model = module("deepseek_v41").Model(self.config)
         named = self.model.sanitize({name: mx.array(value.numpy()) for name, value in weights.items()})
         self.model.load_weights(list(named.items()), strict=True)
+        # theirs is the tanh approximation of GELU, up to 5e-4 off in these rows; the model's is the exact one
+        self.model.aligner.act = nn.GELU()
         self.text = self.model.language_model
         self.text.engram_hash = module("engram").NgramHashState(self.config, self.text.layout, token_map=list(token_map))
 
@@ -148,3 +151,9 @@ class Oracle:
     def image_rows(self, patches: torch.Tensor, high: int, wide: int) -> torch.Tensor:
         """Rows ``[ceil(high / merge) ceil(wide / merge), d]`` of patches ``[high wide, values]``."""
         return torch.from_numpy(np.array(self.model.encode_image(mx.array(patches.numpy()), high, wide)))
+
+    def span_rows(self, patches: torch.Tensor, high: int, wide: int, types: Sequence[int]) -> torch.Tensor:
+        """Embeddings ``[len(types), d]`` of an image's span; ``types`` says what each of its tokens is."""
+        image = SimpleNamespace(start=0, patches=mx.array(patches.numpy()), n_vit_h=high, n_vit_w=wide, types=list(types))
+        empty = mx.zeros((1, len(types), self.config.hidden_size))
+        return to_torch(self.model.merge_image_embeddings([[image]], empty))

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from deepseek_v41 import arithmetic, golden
+from deepseek_v41 import arithmetic, golden, v4_kit, vision
+from deepseek_v41.drafts import draft
 from deepseek_v41.sequential import Forward, Run, Sequential
+from deepseek_v41.v4 import SequentialV4
 from deepseek_v41.weights_kit import bell, plan
 
 TOLERANCE = 2e-5
@@ -74,3 +76,31 @@ def test_logits_with_engram_and_images() -> None:
     ids, image, span_rows = golden.picture()
     ours = engram().forward(ids, image=image, span_rows=span_rows).logits[list(golden.POSITIONS)][:, golden.COLUMNS]
     assert float((ours - numbers()["mlx_vlm.logits"]).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("high", "wide"), golden.GRIDS)
+def test_rows_of_images(high: int, wide: int) -> None:
+    sizes = plan("tiny").vision
+    assert sizes is not None
+    ours = vision.image_rows(golden.patches(high, wide), high, wide, golden.weights(True), sizes)
+    assert float((ours - numbers()[f"mlx_vlm.image_{high}x{wide}"]).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["full", "tiny"])
+def test_grids_of_images(name: str) -> None:
+    sizes = plan(name).vision
+    assert sizes is not None
+    for (width, height), wanted in zip(golden.SIZES, numbers()[f"mlx_vlm.grids_{name}"].tolist(), strict=True):
+        high, wide = vision.patch_grid(width, height, sizes)
+        merged = (-(-high // sizes.merge), -(-wide // sizes.merge))
+        assert [*merged, high * sizes.patch, wide * sizes.patch] == wanted, (width, height)
+        assert vision.span_length(*merged) <= sizes.max_tokens
+
+
+def test_drafts_of_v4() -> None:
+    layout = v4_kit.read_plan(v4_kit.config(**v4_kit.DRAFTS))
+    model = SequentialV4(layout, v4_kit.weights(layout, golden.SEED))
+    for place, position in enumerate(golden.DRAFT_POSITIONS):
+        call = draft(model, golden.draft_taps()[: position + 1], position)
+        assert torch.equal(call.tokens, numbers()["mlx_vlm.drafts"][place].long())
+        assert float((call.base[:, golden.COLUMNS] - numbers()["mlx_vlm.draft_logits"][place]).abs().max()) <= TOLERANCE

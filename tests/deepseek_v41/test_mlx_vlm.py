@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from deepseek_v41 import vision
 from deepseek_v41.compare import check_shared
 from deepseek_v41.sequential import Run, Sequential, Shared
-from deepseek_v41.weights_kit import RandomWeights, config, plan, random_ids
+from deepseek_v41.weights_kit import RandomWeights, bell, config, plan, random_ids
 
 if TYPE_CHECKING:
     from deepseek_v41.mlx_vlm_kit import Oracle
@@ -123,3 +124,21 @@ def test_layers_agree_with_all_roundings(name: str) -> None:
             made = shared.without(layer, source)
             model.layer(layer, streams, pre, made, image=image)
             check_shared(made, shared, layer, layer == source, values=0.02)
+
+
+@pytest.mark.parametrize(("high", "wide"), [(1, 1), (2, 7), (9, 9), (10, 4)])
+def test_images_give_the_same_rows_and_spans(high: int, wide: int) -> None:
+    theirs, sizes = oracle("tiny", 1), plan("tiny").vision
+    from deepseek_v41.mlx_vlm_kit import module
+
+    assert sizes is not None
+    patches = bell(high, f"patches {wide}", (high * wide, sizes.patch_values)).clamp(-1, 1)
+    rows = vision.image_rows(patches, high, wide, weights("tiny", 1), sizes)
+    assert float((rows - theirs.image_rows(patches, high, wide)).abs().max()) <= TOLERANCE
+    merged = (-(-high // sizes.merge), -(-wide // sizes.merge))
+    span = vision.span_rows(rows, merged[1], weights("tiny", 1))
+    assert span.shape[0] == vision.span_length(*merged)
+    assert (
+        float((span - theirs.span_rows(patches, high, wide, module("processing_deepseek_v41").image_token_types(*merged))).abs().max())
+        <= TOLERANCE
+    )
