@@ -1,8 +1,8 @@
 """Table rows of a step: which ones the newest ids address, and their numbers.
 
 Depends on ids alone, so all tables are read before the first layer. The ids that n-grams reach back to come from the step or from a
-short ring of compressed ids in the state. Tables in host memory are read in the device's order, which on a CPU is the order of
-the launches: ids that the device fills in are known by then.
+short ring of compressed ids in the state. On a CPU tables stay in their files and are read in the order of the launches: ids that
+the device fills in are known by then. A GPU gets them whole, since nobody may wait for its ids on the host.
 """
 
 from __future__ import annotations
@@ -12,11 +12,46 @@ from dataclasses import asdict
 
 import torch
 
+from ...errors import CapacityError
 from ...kernels.cache_rows import StepRows
 from ...kernels.engram_hash import engram_hash
 from ...kernels.window_rows import WindowPlan
 from .engram import DEAD, EngramTopology, compress_ids
 from .engram_table import EngramTable
+
+_COPIED_AT_ONCE = 1 << 18
+_MOST_OF_FREE = 0.5
+"""Share of a device's free memory that tables may take."""
+
+
+class _DeviceTable:
+    """Records of a table on the device."""
+
+    def __init__(self, table: EngramTable, device: torch.device) -> None:
+        self._table = table
+        table.set_cache(0)  # every row is read once
+        self._records = torch.empty((table.rows, table.record_bytes), dtype=torch.uint8, device=device)
+        for first in range(0, table.rows, _COPIED_AT_ONCE):
+            rows = torch.arange(first, min(first + _COPIED_AT_ONCE, table.rows))
+            self._records[first : first + len(rows)] = table.records(rows).to(device)
+
+    def read(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See ``EngramTable.read``."""
+        found = self._records.index_select(0, rows.clamp_min(0).flatten()).view(*rows.shape, -1)
+        return torch.where(rows[..., None] < 0, 0.0, self._table.decode(found, dtype))
+
+
+def _placed(tables: Sequence[EngramTable], device: torch.device) -> Sequence[EngramTable | _DeviceTable]:
+    if device.type == "cpu":
+        return tables
+    wanted = sum(table.rows * table.record_bytes for table in tables)
+    free = torch.cuda.mem_get_info(device)[0]
+    if wanted > _MOST_OF_FREE * free:
+        raise CapacityError(
+            f"the Engram tables take {wanted / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {device}, of which tables may take "
+            "half; run on a CPU, where they stay in their files"
+        )
+    return [_DeviceTable(table, device) for table in tables]
 
 
 class EngramReader:
@@ -27,12 +62,16 @@ class EngramReader:
         tables: one per Engram layer, in order.
         token_map: int64 ``[vocab]``, compressed id of every token.
         dtype: of the rows; device: where steps are.
+
+    Raises:
+        CapacityError: the tables are too large for the device.
     """
 
     def __init__(
         self, topology: EngramTopology, tables: Sequence[EngramTable], token_map: torch.Tensor, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._topology, self._tables, self._dtype = topology, list(tables), dtype
+        self._read = [table.read for table in _placed(tables, device)]
         self._multipliers, self._primes, self._offsets = topology.tensors(device)
         self._pad = int(token_map[topology.pad_token])
         self._map = token_map.to(device)
@@ -60,5 +99,5 @@ class EngramReader:
         previous = torch.where(position >= 0, places, DEAD)
         rows = engram_hash(compressed, previous, step.cu_q, self._multipliers, self._primes, self._offsets, self._pad)
         WindowPlan(step, t.longest, ring.shape[1]).store(ring, compressed)
-        found = [table.read(numbers, self._dtype).flatten(1) for table, numbers in zip(self._tables, rows, strict=True)]
+        found = [read(numbers, self._dtype).flatten(1) for read, numbers in zip(self._read, rows, strict=True)]
         return found, compressed < 0
