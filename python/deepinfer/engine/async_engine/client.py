@@ -98,7 +98,7 @@ class AsyncLLM(AsyncFront):
     def _submit(self, request: EngineRequest) -> None:
         # An id that its caller uses again must not bring the new request what is still on its way for the old one.
         key = self._boxes[request.request_id].key = f"{request.request_id}/{next(self._numbers)}"
-        self._line.send(wire.Add(replace(request, request_id=key)))
+        self._line.send(wire.Add.of(replace(request, request_id=key)))
 
     def _cancel(self, request_id: str) -> None:
         self._line.send(wire.Abort(self._boxes[request_id].key))

@@ -95,14 +95,14 @@ class EngineLoop:
 
     def _obey(self, engine: EngineLike, command: Any) -> None:
         match command:
-            case wire.Add(request):
+            case wire.Add() as added:
                 try:
-                    engine.add_request(request)
+                    engine.add_request(added.opened())
                 except Exception as e:
-                    self.send(wire.Rejected(request.request_id, wire.ErrorData.of(e)))
+                    self.send(wire.Rejected(added.request.request_id, wire.ErrorData.of(e)))
             case wire.TakeOver(request_id, record, grammar):
                 try:
-                    engine.take_over(record, grammar)
+                    engine.take_over(record, wire.open_grammar(grammar))
                 except Exception as e:
                     self.send(wire.Rejected(request_id, wire.ErrorData.of(e)))
             case wire.Abort(request_id):

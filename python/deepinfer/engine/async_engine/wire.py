@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,11 +35,46 @@ class Start:
     beat: float = 1.0  # most seconds between two signs of life of a loop that has work
 
 
+def pack_grammar(grammar: Callable[[], Grammar] | None) -> bytes | None:
+    """What makes a matcher, as bytes; raises ``InvalidRequestError`` if it does not pickle."""
+    if grammar is None:
+        return None
+    try:
+        return pickle.dumps(grammar, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as e:
+        raise errors.InvalidRequestError(
+            f"the request's grammar cannot be sent to the engine process ({type(e).__name__}: {e}); make it picklable"
+        ) from e
+
+
+def open_grammar(packed: bytes | None) -> Callable[[], Grammar] | None:
+    """The other way; raises ``InvalidRequestError`` if this process cannot read it."""
+    if packed is None:
+        return None
+    try:
+        grammar: Callable[[], Grammar] = pickle.loads(packed)
+    except Exception as e:
+        raise errors.InvalidRequestError(
+            f"the engine process cannot read the request's grammar ({type(e).__name__}: {e}); make its class importable there"
+        ) from e
+    return grammar
+
+
 @dataclass(slots=True)
 class Add:
-    """Queue a request."""
+    """Queue a request; build it with :meth:`of`."""
 
     request: EngineRequest
+    grammar: bytes | None = None
+
+    @classmethod
+    def of(cls, request: EngineRequest) -> Add:
+        """The grammar is packed by itself, so that one that cannot be read there is this request's fault alone."""
+        return cls(replace(request, grammar=None), pack_grammar(request.grammar))
+
+    def opened(self) -> EngineRequest:
+        """The request again; raises ``InvalidRequestError`` if its grammar cannot be read."""
+        return replace(self.request, grammar=open_grammar(self.grammar))
 
 
 @dataclass(slots=True)
@@ -48,7 +83,7 @@ class TakeOver:
 
     request_id: str
     record: bytes
-    grammar: Callable[[], Grammar] | None = None
+    grammar: bytes | None = None
 
 
 @dataclass(slots=True)

@@ -252,7 +252,7 @@ class PrefillDecodePair(AsyncFront):
         flight.key = f"{flight.request.request_id}/{flight.index}/{next(self._numbers)}"
         flight.side, flight.made = self._prompt, 0
         self._flights[flight.key] = flight
-        self._send(self._prompt, flight.key, wire.Add(replace(flight.request, request_id=flight.key)))
+        self._send(self._prompt, flight.key, wire.Add.of(replace(flight.request, request_id=flight.key)))
 
     def _send(self, side: _Side, key: str, message: Any) -> None:
         """At once, or when both processes are up: a prompt that nobody can take over would only hold blocks until its lease ends."""
@@ -335,7 +335,7 @@ class PrefillDecodePair(AsyncFront):
             self._take([told])  # a stop string in it ends the flight
         if delta.handover is not None and flight.key in self._flights:
             flight.side = self._completion
-            self._send(self._completion, flight.key, wire.TakeOver(flight.key, delta.handover, flight.request.grammar))
+            self._send(self._completion, flight.key, wire.TakeOver(flight.key, delta.handover, wire.pack_grammar(flight.request.grammar)))
 
     # The end
 
