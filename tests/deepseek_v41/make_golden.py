@@ -32,7 +32,8 @@ def _text() -> dict[str, torch.Tensor]:
 
 
 def _engram() -> dict[str, torch.Tensor]:
-    """Table rows, gates and values of mlx-vlm's Engram with images in the prompt, and logits of its whole model."""
+    """Table rows, gates and values of mlx-vlm's Engram with images in the prompt, and logits of its whole model with these; logits
+    without images, where every token is its own compressed id."""
     oracle = mlx_vlm_kit.Oracle(config("tiny"), golden.weights(True), golden.SHUFFLED.tolist())
     ids, image, span_rows = golden.picture()
     found = {"mlx_vlm.rows": oracle.hashes(ids, image).int()}
@@ -42,7 +43,9 @@ def _engram() -> dict[str, torch.Tensor]:
             gates, added = oracle.engram_gates(layer, streams, found["mlx_vlm.rows"][:, table], image)
             found[f"mlx_vlm.gates_{layer}"] = gates
             found[f"mlx_vlm.streams_{layer}"] = added[list(golden.POSITIONS)][:, :, golden.COLUMNS]
-        found["mlx_vlm.logits"] = oracle.logits(ids, span_rows)[list(golden.POSITIONS)][:, golden.COLUMNS]
+        found["mlx_vlm.logits_with_images"] = oracle.logits(ids, span_rows)[list(golden.POSITIONS)][:, golden.COLUMNS]
+        plainly = mlx_vlm_kit.Oracle(config("tiny"), golden.weights(True), range(2048))
+        found["mlx_vlm.logits"] = plainly.logits(golden.text_ids())[list(golden.POSITIONS)][:, golden.COLUMNS]
     return found
 
 

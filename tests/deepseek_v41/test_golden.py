@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,15 +12,6 @@ from deepseek_v41.drafts import draft
 from deepseek_v41.sequential import Forward, Run, Sequential
 from deepseek_v41.v4 import SequentialV4
 from deepseek_v41.weights_kit import bell, plan
-
-TOLERANCE = 2e-5
-"""Where both libraries run on one machine they are within 1e-5; sums are ordered differently on another one."""
-
-
-@cache
-def numbers() -> dict[str, torch.Tensor]:
-    with np.load(golden.FILE) as file:
-        return {name: torch.from_numpy(file[name]) for name in file.files}
 
 
 @cache
@@ -36,25 +26,27 @@ def engram() -> Sequential:
 
 
 def test_they_were_made_from_these_weights() -> None:
-    assert int(numbers()["checksum"]) == golden.checksum(), "weights or prompts have changed: run `python -m deepseek_v41.make_golden`"
+    assert int(golden.numbers()["checksum"]) == golden.checksum(), (
+        "weights or prompts have changed: run `python -m deepseek_v41.make_golden`"
+    )
     assert golden.FILE.stat().st_size < 200 * 1024
 
 
 @pytest.mark.parametrize("depth", golden.DEPTHS)
 def test_logits_by_depth(depth: int) -> None:
     model, seen = text()
-    wanted = numbers()["mlx_lm.logits"][golden.DEPTHS.index(depth)]
+    wanted = golden.numbers()["mlx_lm.logits"][golden.DEPTHS.index(depth)]
     ours = model.head(*seen.inputs[depth])[list(golden.POSITIONS)][:, golden.COLUMNS]
-    assert float((ours - wanted).abs().max()) <= TOLERANCE
+    assert float((ours - wanted).abs().max()) <= golden.TOLERANCE
 
 
 def test_logits_of_a_chunked_prompt() -> None:
     ours = text()[1].logits[list(golden.POSITIONS)][:, golden.COLUMNS]
-    assert float((ours - numbers()["mlx_lm.logits_in_chunks"]).abs().max()) <= TOLERANCE
+    assert float((ours - golden.numbers()["mlx_lm.logits_in_chunks"]).abs().max()) <= golden.TOLERANCE
 
 
 def test_roundings() -> None:
-    rows, wanted = golden.rows_to_round(), numbers()
+    rows, wanted = golden.rows_to_round(), golden.numbers()
     assert torch.equal(arithmetic.round_fp8(rows), wanted["mlx_lm.rounded_window"])
     assert torch.equal(arithmetic.round_fp4(rows), wanted["mlx_lm.rounded_entries"])
     assert torch.equal(arithmetic.round_mxfp4(rows), wanted["mlx_lm.rounded_index"])
@@ -65,17 +57,23 @@ def test_engram() -> None:
     streams = bell(golden.SEED, "streams", (golden.LENGTH, 4, 256))
     for table, layer in enumerate((1, 3)):
         rows = engram().engram_rows(table, ids, image)
-        assert torch.equal(rows[~image], numbers()["mlx_vlm.rows"][~image, table].long()) and (rows[image] == -1).all()
+        assert torch.equal(rows[~image], golden.numbers()["mlx_vlm.rows"][~image, table].long()) and (rows[image] == -1).all()
         added, gates = engram().engram_gate(streams, layer, rows)
-        assert float((gates - numbers()[f"mlx_vlm.gates_{layer}"])[~image].abs().max()) <= 2e-6
+        assert float((gates - golden.numbers()[f"mlx_vlm.gates_{layer}"])[~image].abs().max()) <= 2e-6
         kept = added[list(golden.POSITIONS)][:, :, golden.COLUMNS]
-        assert float((kept - numbers()[f"mlx_vlm.streams_{layer}"]).abs().max()) <= TOLERANCE
+        assert float((kept - golden.numbers()[f"mlx_vlm.streams_{layer}"]).abs().max()) <= golden.TOLERANCE
 
 
 def test_logits_with_engram_and_images() -> None:
     ids, image, span_rows = golden.picture()
     ours = engram().forward(ids, image=image, span_rows=span_rows).logits[list(golden.POSITIONS)][:, golden.COLUMNS]
-    assert float((ours - numbers()["mlx_vlm.logits"]).abs().max()) <= TOLERANCE
+    assert float((ours - golden.numbers()["mlx_vlm.logits_with_images"]).abs().max()) <= golden.TOLERANCE
+
+
+def test_logits_with_engram() -> None:
+    ours = Sequential(plan("tiny"), golden.weights(True), Run(caches=False)).forward(golden.text_ids())
+    kept = ours.logits[list(golden.POSITIONS)][:, golden.COLUMNS]
+    assert float((kept - golden.numbers()["mlx_vlm.logits"]).abs().max()) <= golden.TOLERANCE
 
 
 @pytest.mark.parametrize(("high", "wide"), golden.GRIDS)
@@ -83,14 +81,14 @@ def test_rows_of_images(high: int, wide: int) -> None:
     sizes = plan("tiny").vision
     assert sizes is not None
     ours = vision.image_rows(golden.patches(high, wide), high, wide, golden.weights(True), sizes)
-    assert float((ours - numbers()[f"mlx_vlm.image_{high}x{wide}"]).abs().max()) <= TOLERANCE
+    assert float((ours - golden.numbers()[f"mlx_vlm.image_{high}x{wide}"]).abs().max()) <= golden.TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["full", "tiny"])
 def test_grids_of_images(name: str) -> None:
     sizes = plan(name).vision
     assert sizes is not None
-    for (width, height), wanted in zip(golden.SIZES, numbers()[f"mlx_vlm.grids_{name}"].tolist(), strict=True):
+    for (width, height), wanted in zip(golden.SIZES, golden.numbers()[f"mlx_vlm.grids_{name}"].tolist(), strict=True):
         high, wide = vision.patch_grid(width, height, sizes)
         merged = (-(-high // sizes.merge), -(-wide // sizes.merge))
         assert [*merged, high * sizes.patch, wide * sizes.patch] == wanted, (width, height)
@@ -102,5 +100,5 @@ def test_drafts_of_v4() -> None:
     model = SequentialV4(layout, v4_kit.weights(layout, golden.SEED))
     for place, position in enumerate(golden.DRAFT_POSITIONS):
         call = draft(model, golden.draft_taps()[: position + 1], position)
-        assert torch.equal(call.tokens, numbers()["mlx_vlm.drafts"][place].long())
-        assert float((call.base[:, golden.COLUMNS] - numbers()["mlx_vlm.draft_logits"][place]).abs().max()) <= TOLERANCE
+        assert torch.equal(call.tokens, golden.numbers()["mlx_vlm.drafts"][place].long())
+        assert float((call.base[:, golden.COLUMNS] - golden.numbers()["mlx_vlm.draft_logits"][place]).abs().max()) <= golden.TOLERANCE
