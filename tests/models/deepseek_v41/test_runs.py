@@ -13,7 +13,7 @@ from deepinfer import LLM, SamplingParams
 from deepinfer.errors import ConfigError
 
 Load = Callable[..., dict[str, Any]]
-SETTINGS: dict[str, Any] = {"dtype": "float32", "quiet": True, "max_model_len": 1024, "max_num_seqs": 2, "num_threads": 2}
+SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "quiet": True, "max_model_len": 1024, "max_num_seqs": 2, "num_threads": 2}
 
 
 def test_a_made_checkpoint_answers_in_text(made: Path) -> None:
