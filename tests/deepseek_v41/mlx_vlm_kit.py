@@ -61,6 +61,17 @@ def roundings(on: bool) -> Iterator[None]:
         quantisers.DISABLE = before
 
 
+def engram_alone(
+    config: Mapping[str, Any], layer: int, weights: Mapping[str, torch.Tensor], streams: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """What an Engram layer of a model that is too large to build makes of ``streams`` ``[T, n, d]``, all tokens alive."""
+    fields = module("config").ModelConfig.from_dict(dict(config))
+    engram = module("engram").Engram(fields, layer, module("engram").EngramLayout.from_config(fields))
+    prefix = f"layers.{layer}.engram."
+    engram.load_weights([(name.removeprefix(prefix), mx.array(value.numpy())) for name, value in weights.items()], strict=True)
+    return to_torch(engram(mx.array(streams.numpy())[None], mx.array(rows.numpy())[None]))
+
+
 class Oracle:
     """The language model and the vision tower; ``token_map`` gives compressed ids for Engram."""
 

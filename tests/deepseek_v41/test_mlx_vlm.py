@@ -15,7 +15,7 @@ import torch
 from deepseek_v41 import vision
 from deepseek_v41.compare import check_shared
 from deepseek_v41.sequential import Run, Sequential, Shared
-from deepseek_v41.weights_kit import RandomWeights, bell, config, plan, random_ids
+from deepseek_v41.weights_kit import RandomWeights, bell, config, full_width, full_width_config, plan, random_ids
 
 if TYPE_CHECKING:
     from deepseek_v41.mlx_vlm_kit import Oracle
@@ -87,6 +87,26 @@ def test_gated_values_are_close(rounded: bool) -> None:
         ours = model.add_engram(streams, layer, found)
         assert float((ours - wanted).abs().max()) <= TOLERANCE
         assert torch.equal(ours[image], streams[image]) and float((ours - streams)[~image].abs().mean()) > 0.1
+
+
+@cache
+def full_width_engram() -> dict[str, torch.Tensor]:
+    made = RandomWeights(full_width(), 1, released=True)
+    return {name: made[name] for name in made if name.startswith("layers.1.engram.")}
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_gated_values_at_full_width_are_close(rounded: bool) -> None:
+    oracle("tiny", 1)  # skips where there is none
+    from deepseek_v41.mlx_vlm_kit import engram_alone, roundings
+
+    layout, fields, used = full_width(), full_width_config(), full_width_engram()
+    model = Sequential(layout, used, Run(activations=rounded))
+    rows = model.engram_rows(0, random_ids(layout, 12, 1))
+    streams = bell(1, "streams", (12, layout.streams, layout.hidden))
+    with roundings(rounded):
+        wanted = engram_alone(fields, 1, used, streams, rows)
+    assert rows.shape == (12, 24) and float((model.add_engram(streams, 1, rows) - wanted).abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("seed", [1, 2])
