@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from core_driver import make_config, make_ring
+from core_driver import Driver, make_config, make_ring, prompt
 from deepinfer import _core
 from deepinfer.errors import ConfigError
 
@@ -25,6 +25,64 @@ def test_values_come_back() -> None:
     assert (group.page_tokens, group.num_pages, group.sources) == (64, 9, [(64, 128), (32, 8)])
     state = _core.StateGroup(stored=10, dropped=20, replicas=1, ring=134, cut=128)
     assert (state.stored, state.dropped, state.replicas, state.ring, state.cut) == (10, 20, 1, 134, 128)
+
+
+def test_a_rule_of_windows_comes_back_and_is_checked_with_the_rest() -> None:
+    rule = _core.WindowRule(encoder=20, decoder=19, window=128, grain=128, backtrack=6, exact=False, keep=134, truncated=True)
+    assert (rule.encoder, rule.decoder, rule.window, rule.grain, rule.backtrack) == (20, 19, 128, 128, 6)
+    assert (rule.exact, rule.keep, rule.truncated) == (False, 134, True)
+    assert eval(repr(rule), {"WindowRule": _core.WindowRule}).keep == 134
+    plain = _core.WindowRule(encoder=2, decoder=2, window=5, grain=16, backtrack=3)
+    assert (plain.exact, plain.keep, plain.truncated) == (True, 0, False)
+    paged = _core.PagedGroup(page_tokens=16, num_pages=33, sources=[(16, 64)])
+    groups = [paged, _core.StateGroup(stored=8, dropped=8, replicas=1, cut=16)]
+    config = make_config(groups=groups, hit_rule=plain, snapshot_slots=3)
+    assert config.snapshot_slots == 3
+    core = _core.Core(config)
+    assert core.counts()["snapshots"]["total"] == core.counts()["snapshots"]["free"] == 3
+    for changes, named in (
+        ({"groups": [paged]}, "state group"),
+        ({"groups": [paged, _core.StateGroup(stored=8, dropped=8)]}, "replica"),
+        ({"hit_rule": None}, "snapshot_slots is 3"),
+        ({"hit_rule": _core.WindowRule(encoder=2, decoder=2, window=5, grain=24, backtrack=3)}, "page_tokens.* 24"),
+        ({"max_draft": 4}, "max_draft is 4; .* at most 3"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            _core.Core(make_config(**{"groups": groups, "hit_rule": plain, "snapshot_slots": 3, **changes}))
+    for wrong in (7, b"all", [plain]):
+        with pytest.raises(ConfigError, match=r"hit_rule is .*WindowRule"):
+            make_config(hit_rule=wrong)
+
+
+def test_steps_say_how_sequences_begin_and_which_states_are_copied() -> None:
+    groups = [
+        _core.PagedGroup(page_tokens=16, num_pages=33, sources=[(16, 64)]),
+        _core.StateGroup(stored=8, dropped=8, replicas=1, cut=16),
+    ]
+    rule = _core.WindowRule(encoder=2, decoder=2, window=5, grain=16, backtrack=3)
+    for places, begins in ((4, [32, 32, 1]), (0, [16, 32, 3])):
+        driver = Driver(groups=groups, hit_rule=rule, snapshot_slots=places)
+        driver.core.add(prompt(34), max_new_tokens=1)
+        list(driver.run())
+        driver.core.add(prompt(40), max_new_tokens=1)
+        slot = driver.schedule()
+        fields = driver.ring[slot]
+        header, copied = fields["header"], int(places > 0)
+        assert fields["admitted"][:6].tolist()[3:] == begins
+        # The chunk of a rerun ends at 32, where its state can be copied.
+        hidden = 32 - begins[0]
+        assert (header[24], header[25], header[3]) == (copied, copied, hidden or 8)
+        assert ((fields["slots0"][: header[3]] == -1) == (hidden > 0)).all()
+        if places:
+            assert fields["snapshot_out"][:2].tolist() == [1, 0] and fields["snapshot_in"][0] == 0
+            assert driver.core.counts()["snapshots"]["held"] == 1
+        driver.sample(slot)
+        driver.complete(slot)
+        list(driver.run())
+        stats = driver.core.stats()
+        assert (stats["hit_tokens"], stats["rerun_tokens"], stats["snapshots_taken"]) == (32, hidden, copied)
+        assert (stats["start_nothing"], stats["start_snapshot"], stats["start_slice"], stats["start_rerun"]) == (1, copied, 0, 1 - copied)
+        driver.check_counts()
 
 
 def test_representation_leaves_the_salt_out() -> None:

@@ -22,6 +22,7 @@ from deepinfer.sampling import SamplingParams
 from deepinfer.worker.host_pages import HostSnapshots
 from deepinfer.worker.kv_cache import KVCache
 from engine_kit import collect, generate, make_engine, request
+from roles_kit import Pair
 
 HITS = WindowHits(encoder=20, decoder=20, window=128, grain=128, backtrack=6)
 STATE = StateGroup(stored=64, dropped=64, replicas=1, ring=134, cut=128, replica_at=96, hits=HITS)
@@ -95,6 +96,27 @@ def test_forks_share_windows_and_prompts_of_one_answer_are_as_without(wanted: li
             engine.add_request(request("again", prompt, GREEDY.clone(n=3, temperature=1.0, seed=4)))
             assert [a.tokens for a in collect(engine).values()] == made
         assert engine.core_stats()["forks"] > 0
+
+
+@pytest.mark.parametrize("room", [None, 0])
+def test_a_pair_hands_whole_windows_over(monkeypatch: pytest.MonkeyPatch, room: float | None) -> None:
+    rng = np.random.default_rng(9)
+    common = rng.integers(0, 90, 50).tolist()
+    prompts = [[*common, *rng.integers(0, 90, n).tolist()] for n in (3, 9, 30)] * 2
+    with toy(enable_prefix_caching=False) as engine:
+        want = [a.tokens for a in generate(engine, prompts, [GREEDY] * len(prompts))]
+    settings = {"load_format": "dummy", "max_num_batched_tokens": 40, "state_snapshot_gib": room}
+    pair = Pair(monkeypatch, "cpu", model=window_toy.toy_checkpoint(), **settings)
+    try:
+        made = []
+        for i, prompt in enumerate(prompts):
+            made += [a.tokens for a in pair.generate([request(f"r{i}", prompt, GREEDY, seeds=(0,))])]
+        assert made == want
+        stats = pair.prompt.core_stats()
+        assert stats["start_snapshot" if room is None else "start_rerun"] >= 3 and pair.completion.core_stats()["output_tokens"] > 0
+        pair.check_rest()
+    finally:
+        pair.close()
 
 
 def test_replay_computes_less_again_and_only_that(wanted: list[list[int]]) -> None:

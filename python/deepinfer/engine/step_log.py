@@ -47,6 +47,8 @@ class EngineMetrics:
         chunk_fill: prefill rows of a step against the rows it had for them, by tenths (index 10: all of them).
         preemptions: by kind: ``recompute``, ``swap``.
         hit_tokens, asked_tokens: tokens of admitted sequences found in the index, and all of them.
+        starts: of models with windows, how sequences began: ``nothing`` found, from a ``snapshot``, from a ``slice``, or by a ``rerun``.
+        rerun_tokens: of these models, tokens found in the index and computed again.
         blocks, slots: pages of each paged group, and state slots, by state, now.
         votes: rounds of the rank group by outcome.
         drafts_asked, drafts_taken: how often a draft stood at each position, and was accepted there.
@@ -66,6 +68,8 @@ class EngineMetrics:
     preemptions: dict[str, int]
     hit_tokens: int
     asked_tokens: int
+    starts: dict[str, int]
+    rerun_tokens: int
     blocks: tuple[_core.PoolCounts, ...]
     slots: _core.PoolCounts
     votes: dict[str, int]
@@ -99,6 +103,8 @@ class EngineMetrics:
             preemptions={"recompute": t["preemptions"] - t["swapped_out"], "swap": t["swapped_out"]},
             hit_tokens=t["hit_tokens"],
             asked_tokens=t["asked_tokens"],
+            starts={kind: t[f"start_{kind}"] for kind in ("nothing", "snapshot", "slice", "rerun")},
+            rerun_tokens=t["rerun_tokens"],
             blocks=tuple(m["pools"]["groups"]),
             slots=m["pools"]["slots"],
             votes={
