@@ -248,6 +248,7 @@ impl Scheduler {
     }
 
     /// One chunk of a lane in prefill.
+    #[inline(never)]
     fn fill_chunk(&mut self, launch: &mut Launch, lane: usize, totals: &mut Totals) {
         let (slot, rows) = (launch.slot, self.lanes.rows[lane]);
         if rows == 0 {

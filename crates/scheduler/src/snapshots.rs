@@ -58,8 +58,16 @@ impl Snapshots {
 
 impl Scheduler {
     /// Notes the replica of a lane at the newest boundary that it has passed, if it is there, right and not overwritten.
+    #[inline]
     pub(crate) fn note_snapshot(&mut self, lane: usize) {
-        let Some(&rule) = self.window().filter(|_| self.snapshots.on) else { return };
+        if self.snapshots.on {
+            self.note_replica(lane);
+        }
+    }
+
+    #[inline(never)]
+    fn note_replica(&mut self, lane: usize) {
+        let Some(&rule) = self.window() else { return };
         let seq = self.lanes.seq[lane];
         let (confirmed, target) = (self.lanes.confirmed[lane], self.lanes.target[lane]);
         let boundary = confirmed / rule.grain * rule.grain;
@@ -98,10 +106,16 @@ impl Scheduler {
     }
 
     /// Gives places to what was noted. Nothing has been launched since then.
+    #[inline]
     pub(crate) fn place_snapshots(&mut self) {
-        if self.snapshots.wants.is_empty() {
-            return;
+        if self.snapshots.on {
+            self.place_noted();
         }
+    }
+
+    // Out of line, like the others below: a step of a model without windows is not to notice them.
+    #[inline(never)]
+    fn place_noted(&mut self) {
         let Self { snapshots, kv, .. } = self;
         for Want { slot, block, hash } in snapshots.wants.drain(..) {
             if snapshots.out.len() < self.limits.max_num_seqs as usize
@@ -141,7 +155,15 @@ impl Scheduler {
     }
 
     /// Writes the copies of the step being planned into its ring slot.
+    #[inline]
     pub(crate) fn fill_snapshots(&mut self, slot: usize) {
+        if self.snapshots.on {
+            self.fill_copies(slot);
+        }
+    }
+
+    #[inline(never)]
+    fn fill_copies(&mut self, slot: usize) {
         let Self { ring, snapshots, step, metrics, .. } = self;
         if snapshots.out.is_empty() && snapshots.back.is_empty() {
             return;
@@ -161,10 +183,15 @@ impl Scheduler {
     }
 
     /// The copies of a step are done, or count for nothing.
+    #[inline]
     pub(crate) fn end_snapshots(&mut self, step: u64, ok: bool) {
-        if self.snapshots.flying.is_empty() {
-            return;
+        if self.snapshots.on {
+            self.end_copies(step, ok);
         }
+    }
+
+    #[inline(never)]
+    fn end_copies(&mut self, step: u64, ok: bool) {
         let Self { snapshots, kv, .. } = self;
         snapshots.flying.retain(|flying| {
             if flying.step == step {
