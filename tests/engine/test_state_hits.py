@@ -12,6 +12,7 @@ import window_toy
 from deepinfer import _core
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.hooks import Admission
 from deepinfer.engine.planner import KvPlan, report
 from deepinfer.engine.state_hits import SnapshotPlan, hit_rule, plan_snapshots
 from deepinfer.errors import CapacityError, ConfigError, ModelContractError
@@ -130,6 +131,18 @@ def test_replay_computes_less_again_and_only_that(wanted: list[list[int]]) -> No
             assert engine._core.check() is None and engine._kv_identity()["hit policy"] == policy
     assert made != wanted, "windows of one grain are not those of the whole prompt"
     assert 0 < again["replay"] < again["exact"]
+
+
+@pytest.mark.parametrize(("room", "kind"), [(None, "whole"), (0, "rerun")])
+def test_the_hook_of_an_admission_is_told_what_its_state_has(monkeypatch: pytest.MonkeyPatch, room: float | None, kind: str) -> None:
+    seen: list[Admission] = []
+    monkeypatch.setattr(Engine, "load_state_from_store_to_prefill_cache", lambda _, admission: seen.append(admission))
+    with toy(state_snapshot_gib=room) as engine:
+        for _ in range(2):
+            generate(engine, [list(range(60))], [GREEDY])
+    (told,) = seen
+    start = 48 if room is None else 32  # 60 − 4·5 − 1 and 48 − 2·5, rounded down
+    assert (told.kind, told.tokens, told.hit) == (kind, start, 48)
 
 
 def test_a_failed_step_leaves_no_snapshot_of_what_it_wrote(wanted: list[list[int]]) -> None:

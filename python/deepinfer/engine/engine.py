@@ -22,7 +22,7 @@ from deepinfer import _core
 from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
-from deepinfer.engine.hooks import Admission, EngineHooks
+from deepinfer.engine.hooks import START_KINDS, Admission, EngineHooks
 from deepinfer.engine.interrupt import hold_interrupts, to_the_end
 from deepinfer.engine.model_options import block_tokens, configure_model
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
@@ -580,9 +580,10 @@ class Engine(EngineHooks):
                 answer.cached_tokens = info["cached_tokens"]
         return answer.sampling, self._output(handle)
 
-    def _restored(self, handle: int, state_slot: int, tokens: int) -> None:
+    def _restored(self, handle: int, state_slot: int, tokens: int, hit: int, kind: int) -> None:
         """The runner's word that a sequence's step begins with ``tokens`` positions in place."""
-        self.load_state_from_store_to_prefill_cache(Admission(self._answers[handle].request.request_id, handle, state_slot, tokens))
+        request_id = self._answers[handle].request.request_id
+        self.load_state_from_store_to_prefill_cache(Admission(request_id, handle, state_slot, tokens, hit, START_KINDS[kind]))
 
     def _output(self, handle: int) -> list[int]:
         """Tokens generated so far."""

@@ -8,9 +8,13 @@ one that raises during a hand-over fails that request.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+StartKind = Literal["nothing", "whole", "slice", "rerun"]
+START_KINDS: tuple[StartKind, ...] = ("nothing", "whole", "slice", "rerun")  # by the word in `admitted`
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +45,17 @@ class Admission:
         seq: the core's handle.
         state_slot: row of its state, of the block table and of its sampling values.
         tokens: leading positions that this step does not compute.
+        hit: of models with windows, leading positions whose KV is in place: from ``tokens`` to there rows read it and write none.
+        kind: what the state of such a model has at ``tokens``: ``whole``; ``slice``: the encoder's windows are this hook's to put into
+            the row; ``rerun``: none.
     """
 
     request_id: str
     seq: int
     state_slot: int
     tokens: int
+    hit: int
+    kind: StartKind
 
 
 class EngineHooks:

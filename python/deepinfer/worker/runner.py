@@ -47,8 +47,9 @@ _LOGIT_ROWS = 128  # rows whose logits over the whole vocabulary exist at once w
 Lookup = Callable[[int, int], tuple[RowSampling, Sequence[int]]]
 """Called with (sequence handle, state slot) when the core has given the slot: its sampling, and tokens generated so far."""
 
-Restore = Callable[[int, int, int], None]
-"""Called with (sequence handle, state slot, positions) for a sequence given a slot with positions in place, before the forward."""
+Restore = Callable[[int, int, int, int, int], None]
+"""Called with (sequence handle, state slot, positions, end of the hit, kind of start) for a sequence given a slot with positions in place,
+before the forward."""
 
 
 @dataclass(frozen=True)
@@ -236,8 +237,8 @@ class ModelRunner:
             self._choose_rows(step)
             self._choose_prompts(step)
             self.queue.submit(step.ticket, lambda: self._commands(step), last=False)
-            for handle, state_slot, computed in resumed:
-                self._restore(handle, state_slot, computed)
+            for handle, *start in resumed:
+                self._restore(handle, *start)
         except Exception as e:
             step.ticket.error = step.ticket.error or e
         self.queue.submit(step.ticket, lambda: self._forward(step), last=False)
@@ -325,19 +326,19 @@ class ModelRunner:
 
     # The launching thread's part
 
-    def _admit(self, step: Step) -> list[tuple[int, int, int]]:
-        """Notes what sequences that get a slot in this step need; gives (handle, slot, positions) of those with some in place."""
+    def _admit(self, step: Step) -> list[tuple[int, int, int, int, int]]:
+        """Notes what sequences that get a slot in this step need; gives what ``restore`` is told of those with positions in place."""
         slot, header = step.slot, step.header
-        resumed: list[tuple[int, int, int]] = []
+        resumed: list[tuple[int, int, int, int, int]] = []
         if self._places is not None:
             self._places.move_out(slot, header)
         if not header.admitted:
             return resumed
         admitted: list[list[int]] = slot.a["admitted"].reshape(-1, ADMITTED_WORDS)[: header.admitted].tolist()
-        for state_slot, index, generation, start, _hit, kind in admitted:
+        for state_slot, index, generation, start, hit, kind in admitted:
             handle = (generation & 0xFFFFFFFF) << 32 | (index & 0xFFFFFFFF)
             if start:
-                resumed.append((handle, state_slot, start))
+                resumed.append((handle, state_slot, start, hit, kind))
             row, output = self._lookup(handle, state_slot)
             flags = self.sampling.admit_host(state_slot, row)
             step.admitted.append(Admitted(state_slot, row, output, flags))
