@@ -61,6 +61,8 @@ class Running:
     slot: int
     done: int = 0
     pages: list[int] = field(default_factory=list)
+    hit: int = 0
+    """Positions below it are in the entries already and are not written again."""
 
 
 class Bench:
@@ -78,7 +80,7 @@ class Bench:
         sizes = list(dict.fromkeys(source.entries_per_page for source in paged[0].sources))
         maps = [SlotMap(0, block, entries) for entries in sizes]
         keeps = None if truncation == "off" else keep
-        self.places = StatePlaces(StateRules(self.cut, 5, keeps, truncation == "compact"), _SEQS + 1, 1, _SEQS, _ROWS)
+        self.places = StatePlaces(StateRules(self.cut, 5, keeps, truncation == "compact", state[0].history), _SEQS + 1, 1, _SEQS, _ROWS)
         layout = [("header", 64), ("ids", _ROWS), ("pos", _ROWS), ("cu_q", _SEQS + 1), ("seq_len", _SEQS), ("state_row", _SEQS)]
         layout += [(f"slots{j}", _ROWS) for j in range(len(maps))] + [("tokens", 1), ("accepted", 1)]
         self.ring = StepRing(layout, self.places.fields, model.device, pinned=model.device.type != "cpu")
@@ -95,6 +97,15 @@ class Bench:
         self.kv.zero_states(torch.tensor([run.slot], dtype=torch.int32, device=self.device))
         self.places.admit(run.slot, run.prompt)
         return run
+
+    def resume(self, run: Running, start: int, hit: int) -> Running:
+        """The same tokens anew behind a hit of ``hit`` positions, on its pages: rows from ``start`` on, with no state before them."""
+        again = self.start(run.tokens, run.prompt)
+        self.places.admit(again.slot, again.prompt, start, start)
+        self.places.begin(again.slot, start, run.tokens[:start])
+        kept = hit // self.block
+        again.done, again.hit, again.pages = start, hit, run.pages[:kept]
+        return again
 
     def release(self, run: Running) -> None:
         """Gives pages and slot back; their contents stay."""
@@ -120,7 +131,7 @@ class Bench:
             for j, of in enumerate(self._maps):
                 ratio = of.page_tokens // of.entries
                 place = page * of.entries + pos % of.page_tokens // ratio
-                a[f"slots{j}"][row : row + count] = np.where((pos + 1) % ratio == 0, place, -1)
+                a[f"slots{j}"][row : row + count] = np.where(((pos + 1) % ratio == 0) & (pos >= run.hit), place, -1)
             a["cu_q"][i : i + 2] = row, row + count
             a["seq_len"][i], a["state_row"][i] = end, run.slot
             row, longest, run.done = row + count, max(longest, end), end

@@ -178,3 +178,24 @@ def test_a_position_sees_only_earlier_ones(device: str) -> None:
     _, logits = Bench(model(True, torch.float32, device)).prefill(ids)
     seen = whole(90, True, torch.float32, device)
     assert torch.equal(logits[:60], seen[:60]) and (logits[60:] != seen[60:]).any(1).all()
+
+
+@pytest.mark.parametrize("layers", [[1, 3], [0, 3]])
+def test_rows_computed_again_behind_a_hit_are_exact_from_the_bound_on(layers: list[int], device: str) -> None:
+    """Ten layers with windows of 4 reach back 30 rows; n-grams of a first row reach three ids further, even in the first layer."""
+    changes = {"sliding_window": 4, "engram_layer_ids": layers, "x_cache_quant": "none", "quantization_config": None}
+    topology = plan("tiny", **changes)
+    bench = Bench(make_model(topology, RandomWeights(topology, SEED), torch.float32, device))
+    ids = random_ids(topology, 112, SEED)
+    first, whole_logits = bench.prefill(ids)
+    written = bench.written(first)
+    assert topology.exact_tokens == 31
+    for start, exact in ((112 - 32, True), (112 - 16, False)):
+        again = bench.resume(first, start, 96)
+        logits = torch.cat([bench.step([(again, 7)])[0], bench.step([(again, 112 - start - 7)])[0]])
+        assert torch.equal(logits[-1], whole_logits[-1]) is exact
+        made = bench.written(again)
+        for name, rows in written.items():
+            kept = 96 * rows.shape[0] // 112
+            assert torch.equal(made[name][:kept], rows[:kept]), name
+        bench.slots.append(again.slot)

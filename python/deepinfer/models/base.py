@@ -85,6 +85,7 @@ class StateGroup:
         replica_at: where in a row the replica of all bytes before it begins, as long as they are; 0 = none. A model with ``hits``
             copies its state there whenever a sequence passes a multiple of ``cut``.
         hits: how the state is made up behind a prefix hit; ``None`` = not at all: prompts are computed from the start.
+        history: token ids before a sequence's start that the state wants told where it begins without them (``StateRows.begun``).
     """
 
     stored: int
@@ -94,6 +95,7 @@ class StateGroup:
     cut: int = 0
     replica_at: int = 0
     hits: WindowHits | None = None
+    history: int = 0
 
 
 Truncation = Literal["off", "mask", "compact"]
@@ -135,6 +137,8 @@ class StateRows:
     crossing: torch.Tensor  # int64 [c], sequences that may pass a boundary of the state group's ``cut`` in this step
     decoder_rows: torch.Tensor | None = None  # int64 [D], rows the decoder runs, ascending; None = all
     decoder_cu_q: torch.Tensor | None = None  # int32 [n + 1], of these rows as cu_q of all
+    begun: torch.Tensor | None = None  # int64 [b, 2 + history] of slots that begin at a position above 0 without state: slot, position
+    # and the token ids before it, oldest first, −1 before the sequence; None = no slot does in this step
 
 
 @dataclass

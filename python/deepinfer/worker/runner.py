@@ -199,7 +199,9 @@ class ModelRunner:
             if not isinstance(model, StatefulModel):
                 raise TypeError(f"{type(model).__name__} declares state groups and has no end_step")
             self._stateful = model
-            rules = StateRules(self._state_groups[0].cut, limits.max_draft, limits.keep_tokens, limits.compact)
+            rules = StateRules(
+                self._state_groups[0].cut, limits.max_draft, limits.keep_tokens, limits.compact, self._state_groups[0].history
+            )
             sizes = (limits.num_slots, host_slots + 1, limits.max_num_seqs, limits.max_num_batched_tokens)
             self._places = StatePlaces(rules, *sizes)
             own += self._places.fields
@@ -348,6 +350,8 @@ class ModelRunner:
             if self._places is not None:
                 encoder, decoder = kind == START_RERUN, kind in (START_SLICE, START_RERUN)
                 self._places.admit(state_slot, len(row.prompt_ids), start * encoder, start * decoder)
+                if decoder:
+                    self._places.begin(state_slot, start, _tokens_before(start, row.prompt_ids, output, self._state_groups[0].history))
         if self._places is not None:
             self._places.move_in(slot, header)
         params = slot.a["params"].reshape(-1, NUM_COLUMNS)
@@ -572,6 +576,12 @@ class _Chosen:
     def parts(self) -> dict[str, int]:
         """Ring field of each selection for the sampler, and its length."""
         return {"edit_rows": self.edit, "plain_rows": self.plain, "ranked_rows": self.ranked}
+
+
+def _tokens_before(start: int, prompt: Sequence[int], output: Sequence[int], count: int) -> list[int]:
+    """The last ``count`` tokens before position ``start`` of a sequence, fewer at its beginning."""
+    first = max(0, start - count)
+    return [*prompt[first:start], *output[max(0, first - len(prompt)) : max(0, start - len(prompt))]]
 
 
 def _store(target: NDArray[np.int32], rows: NDArray[np.intp]) -> int:

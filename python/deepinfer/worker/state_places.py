@@ -6,6 +6,7 @@ prefill of a prompt is truncated. These positions never change while a sequence 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +26,14 @@ class StateRules:
         max_draft: by how much positions may fall once the preceding step's drafts are known.
         keep_tokens: last tokens of a prompt whose decoder rows are whole; ``None`` = all.
         compact: whether the others are left out of the decoder, else they are masked.
+        history: token ids before a start without state that the model wants told.
     """
 
     cut: int = 0
     max_draft: int = 0
     keep_tokens: int | None = None
     compact: bool = False
+    history: int = 0
 
 
 _FLOOR, _DECODER_FLOOR, _DECODER_FROM = range(3)
@@ -55,7 +58,9 @@ class StatePlaces:
             ("crossing", max_seqs),
             ("decoder_rows", max_rows),
             ("decoder_cu_q", max_seqs + 1),
+            ("begun", max_seqs * (2 + rules.history)),
         ]
+        self._begun: list[list[int]] = []
 
     # One step's commands in the device's order: states out, admissions, states in and clones
 
@@ -69,6 +74,12 @@ class StatePlaces:
         """A sequence was given a slot; its window rows begin at these positions."""
         keep = self._rules.keep_tokens
         self._known[slot] = (encoder_floor, decoder_floor, 0 if keep is None else max(0, prompt_tokens - keep))
+
+    def begin(self, slot: int, start: int, before: Sequence[int]) -> None:
+        """A sequence that was given a slot begins at ``start`` without state; ``before``: its newest tokens below, oldest first."""
+        if self._rules.history:
+            known = list(before)[-self._rules.history :]
+            self._begun.append([slot, start, *[-1] * (self._rules.history - len(known)), *known])
 
     def move_in(self, slot: RingSlot, header: Header) -> None:
         """States brought back, and those of forks."""
@@ -87,16 +98,20 @@ class StatePlaces:
         a["state_floor"][: 2 * n].reshape(n, 2)[:] = known[:, (_FLOOR, _DECODER_FLOOR)]
         a["decoder_from"][:n] = known[:, _DECODER_FROM]
         count = self._crossing(a, n, header)
+        begun, self._begun = self._begun, []
+        if begun:
+            words = np.asarray(begun, np.int32)
+            a["begun"][: words.size] = words.reshape(-1)
         if not self._rules.compact or not known[:, _DECODER_FROM].any():
-            return StateCounts(count)
+            return StateCounts(count, begun=len(begun))
         cu_q = a["cu_q"][: n + 1]
         runs = a["pos"][:rows] >= np.repeat(known[:, _DECODER_FROM], np.diff(cu_q))
         chosen = np.flatnonzero(runs)
         if len(chosen) == rows:
-            return StateCounts(count)
+            return StateCounts(count, begun=len(begun))
         a["decoder_rows"][: len(chosen)] = chosen
         a["decoder_cu_q"][: n + 1] = np.searchsorted(chosen, cu_q)
-        return StateCounts(count, len(chosen))
+        return StateCounts(count, len(chosen), len(begun))
 
     def _crossing(self, a: dict[str, NDArray[np.int32]], n: int, header: Header) -> int:
         cut = self._rules.cut
@@ -115,11 +130,16 @@ class StateCounts:
 
     crossing: int = 0
     decoder_rows: int | None = None
+    begun: int = 0
 
 
 def state_rows(slot: RingSlot, header: Header, counts: StateCounts, row_seq: torch.Tensor) -> StateRows:
     """The device's view of what :meth:`StatePlaces.describe` wrote, once the slot has been uploaded."""
     d, n, chosen = slot.d, header.seqs, counts.decoder_rows
+    begun = None
+    if counts.begun:
+        width = len(slot.a["begun"]) // len(slot.a["crossing"])
+        begun = d["begun"][: counts.begun * width].view(-1, width).long()
     return StateRows(
         row_seq=row_seq,
         state_row=d["state_row"][:n].long(),
@@ -128,4 +148,5 @@ def state_rows(slot: RingSlot, header: Header, counts: StateCounts, row_seq: tor
         crossing=d["crossing"][: counts.crossing].long(),
         decoder_rows=None if chosen is None else d["decoder_rows"][:chosen].long(),
         decoder_cu_q=None if chosen is None else d["decoder_cu_q"][: n + 1],
+        begun=begun,
     )

@@ -141,6 +141,7 @@ class CachePlan:
             cut=self.page_tokens,
             replica_at=self.live_bytes,
             hits=self.hits,
+            history=self.id_reach,
         )
 
     def kv_groups(self) -> tuple[list[PagedGroup], list[StateGroup]]:

@@ -86,6 +86,12 @@ class EngramReader:
         each = [asdict(table.counters) | {"capacity": table.capacity} for table in self._tables]
         return {name: sum(one[name] for one in each) for name in each[0]}
 
+    def begin(self, begun: torch.Tensor, ring: torch.Tensor) -> None:
+        """Puts the ids before a start into ``ring`` ``[slots, R]``; ``begun`` as in ``models.base.StateRows``."""
+        slot, start, ids = begun[:, :1], begun[:, 1:2], begun[:, 2:]
+        position = start + torch.arange(-ids.shape[1], 0, device=ids.device)
+        ring[slot, position % ring.shape[1]] = torch.where(ids >= 0, compress_ids(ids.clamp_min(0), self._map), DEAD)
+
     def read(self, ids: torch.Tensor, step: StepRows, ring: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """For token ids int64 ``[T]``: per table its rows ``[T, width]``, and the dead rows, bool ``[T]``.
 

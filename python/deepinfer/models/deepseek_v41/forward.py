@@ -164,6 +164,8 @@ class DeepseekV41Model:
         found: list[torch.Tensor] = []
         dead = step.ids < 0
         if self._engram is not None:
+            if batch.state is not None and batch.state.begun is not None:
+                self._engram.begin(batch.state.begun, step.state["token_ids"])
             found, dead = self._engram.read(step.ids, step.encoder.step, step.state["token_ids"])
         streams = begin_streams(F.embedding(step.ids, self._embed), self.topology.streams)
         (x, pre), taps = self._run_layers(streams, step, caches, found, dead)
