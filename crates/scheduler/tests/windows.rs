@@ -502,3 +502,45 @@ fn rules_without_what_they_need_are_refused() {
     c.groups = vec![paged(16, 40, &[16]), state(12)];
     assert!(refused(&c).contains("cut of a state group"));
 }
+
+#[test]
+fn a_state_that_is_not_right_in_every_layer_yet_is_not_kept() {
+    // Windows of six: 4 · 5 = 20 tokens until the last layer is right. 70 − 21 → 48, so right from 68 on, behind the boundary at 64.
+    let rule = WindowRule { window: 6, keep: 9, ..SMALL };
+    let mut rig = Rig::new(&windows(rule, 60, 2, 64, 1));
+    ask(&mut rig, &prompt(1, 70), 1);
+    ask(&mut rig, &prompt(2, 40), 1);
+    ask(&mut rig, &prompt(3, 5), 1);
+    for _ in 0..2 {
+        assert_eq!(ask(&mut rig, &prompt(1, 70), 1).0, [48, 64, 3]);
+    }
+    // At 80 it is.
+    assert_eq!(ask(&mut rig, &prompt(1, 70), 14).0, [48, 64, 3]);
+    let taken = rig.scheduler.snapshot().snapshots_taken;
+    ask(&mut rig, &prompt(3, 5), 1);
+    assert_eq!(rig.scheduler.snapshot().snapshots_taken, taken + 1);
+}
+
+#[test]
+fn a_victim_below_its_hit_is_computed_again_rather_than_swapped() {
+    let mut c = windows(SMALL, 9, 2, 8, 0);
+    (c.host_blocks, c.host_slots) = (20, 4);
+    let mut rig = Rig::new(&c);
+    rig.scheduler.set_rates(1e12, 1.0);
+    ask(&mut rig, &prompt(1, 81), 1);
+    let old = rig.add_long(&prompt(2, 15), 40);
+    while rig.scheduler.info(old).is_none_or(|info| info.computed_tokens < 31) {
+        rig.step();
+    }
+    let new = rig.add_long(&prompt(1, 81), 4);
+    rig.step();
+    assert_eq!(rig.status(new), Some(Status::Running));
+    while rig.scheduler.snapshot().preemptions == 0 {
+        assert!(rig.scheduler.info(new).unwrap().computed_tokens < 80);
+        rig.step();
+    }
+    assert_eq!((rig.status(new), rig.scheduler.snapshot().swapped_out), (Some(Status::Ready), 0));
+    rig.run(200);
+    rig.verify_streams(256);
+    rig.verify_empty();
+}
