@@ -12,6 +12,8 @@ from dataclasses import asdict
 
 import torch
 
+from deepinfer.platforms import get_platform
+
 from ...errors import CapacityError
 from ...kernels.cache_rows import StepRows
 from ...kernels.engram_hash import engram_hash
@@ -45,7 +47,7 @@ def _placed(tables: Sequence[EngramTable], device: torch.device) -> Sequence[Eng
     if device.type == "cpu":
         return tables
     wanted = sum(table.rows * table.record_bytes for table in tables)
-    free = torch.cuda.mem_get_info(device)[0]
+    free = get_platform(str(device)).memory_available()
     if wanted > _MOST_OF_FREE * free:
         raise CapacityError(
             f"the Engram tables take {wanted / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {device}, of which tables may take "
