@@ -19,6 +19,7 @@ from deepinfer.models.deepseek_v41.make_checkpoint import make_checkpoint
 from deepinfer.sampling import SamplingParams
 from deepseek_v41.weights_kit import config
 from engine_kit import Answer, collect, generate, make_engine, random_prompts, request, same_bits, tiny_checkpoint
+from roles_kit import Pair
 from scripted_kit import Scripted
 
 K = 5
@@ -173,6 +174,24 @@ def test_forks_are_answers_of_their_own(device: str) -> None:
     for i in range(3):
         assert forks["forks", i].tokens == alone[f"alone {i}", 0].tokens
     assert len({tuple(forks["forks", i].tokens) for i in range(3)}) == 3
+
+
+@pytest.mark.parametrize("truncation", ["off", "compact"])
+def test_states_are_handed_over(truncation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in one engine, what follows in another: windows, raw compressor rows and ids go along."""
+    prompts = [LONG[0], PROMPTS[1]]
+    settings: dict[str, Any] = {"max_model_len": 128, "yoco_prefill_truncation": truncation, "yoco_prefill_keep_tokens": 30}
+    with engine_of("tiny", device, yoco_prefill_truncation=truncation, yoco_prefill_keep_tokens=30) as engine:
+        want = generate(engine, prompts, KINDS[:2])
+    pair = Pair(monkeypatch, device, model=checkpoint(), **settings)
+    for i, (prompt, kind) in enumerate(zip(prompts, KINDS, strict=False)):
+        pair.prompt.add_request(request(str(i), prompt, kind))
+    pair.run(seconds=200)
+    assert not pair.refused
+    for i, answer in enumerate(want):
+        assert same_bits(pair.answers[str(i)], answer), i
+    pair.check_rest()
+    pair.close()
 
 
 def test_long_prompts_in_blocks_of_a_window(device: str) -> None:
