@@ -341,6 +341,7 @@ class Core:
         priority: int = 0,
         salt: bytes = ...,
         extras: Sequence[tuple[str | int, int, bytes]] = ...,
+        spans: Sequence[tuple[int, int]] = ...,
         stream: bool = False,
         prompt_logprobs: bool = False,
         grammar: bool = False,
@@ -354,7 +355,8 @@ class Core:
         """Checks, hashes and queues a request; gives one handle for each of ``n`` sequences.
 
         ``tokens`` is a sequence of ints or a one-dimensional buffer of 32- or 64-bit integers. ``extras`` are
-        ``("image" | "adapter" | number, position, identity)`` that the KV depends on beside the tokens, by position. Smaller
+        ``("image" | "adapter" | number, position, identity)`` that the KV depends on beside the tokens, by position. ``spans``
+        are ``(start, end)`` of positions of the prompt that are computed in one step, in order. Smaller
         ``priority`` is served first, and among equals the smaller ``arrival``, which is 0 for one that stands behind all that came so
         far, and that of the first run for one that is run again. ``stream`` has every step's tokens notified, not the last only. A
         sequence with ``grammar`` waits for ``grammar_ready``. The last ``produced`` of ``tokens`` are output already, made elsewhere:
@@ -367,7 +369,7 @@ class Core:
             EmptyPromptError: no token.
             TokenOutOfRangeError: an id is negative or not below the vocabulary.
             PromptTooLongError: no room for an answer within ``max_model_len``, or the request could not even have the whole pool.
-            InvalidRequestError: two settings exclude each other.
+            InvalidRequestError: two settings exclude each other, or a span is longer than a step can be sure to hold.
             EngineDeadError: the core is closed or stopped after a fault.
         """
 

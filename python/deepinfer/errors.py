@@ -25,6 +25,10 @@ class TokenOutOfRangeError(InvalidRequestError):
     """A token id is negative or not below the vocabulary size."""
 
 
+class ImageError(InvalidRequestError):
+    """An image of a request, or its place in the prompt, is wrong."""
+
+
 class SamplingParamsError(InvalidRequestError):
     """A sampling value is out of range or conflicts with another one."""
 

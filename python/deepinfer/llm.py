@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from deepinfer.engine.async_engine import AsyncLLM
 from deepinfer.engine.chat_template import Message
 from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.image_input import image_rules
 from deepinfer.engine.input_processor import ModelLimits, Prompt, PromptDict, match_params, split_conversations, split_prompts
 from deepinfer.engine.interrupt import hold_interrupts
 from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check_mode
@@ -105,7 +106,8 @@ class LLM:
         except BaseException:
             self._engine.close()
             raise
-        self._inputs = text.input_processor(ModelLimits(self._engine.max_model_len, self._engine.vocab_size))
+        rules = image_rules(self.config, self._engine.images)
+        self._inputs = text.input_processor(ModelLimits(self._engine.max_model_len, self._engine.vocab_size, rules))
         self._outputs = OutputProcessor(text.tokenizer)
         self._made: list[RequestOutput] = []  # outputs not yet given out: whoever drives the engine may make those of others
         self._streams: set[str] = set()  # requests whose outputs a stream() iterator takes
@@ -180,7 +182,8 @@ class LLM:
         """Answers prompts; results are in the order of the prompts.
 
         Args:
-            prompts: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}``, or a list of these.
+            prompts: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}``, or a list of these. A mapping may have ``images``
+                besides, see :class:`~deepinfer.engine.input_processor.PromptDict`.
             sampling_params: for all, or one for each; ``None`` = the model's defaults.
             use_tqdm: show a progress bar when stderr is a terminal.
 

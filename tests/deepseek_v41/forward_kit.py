@@ -19,6 +19,8 @@ from deepinfer.models.deepseek_v41.containers import DeepseekV41Parameters
 from deepinfer.models.deepseek_v41.engram_table import EngramTable
 from deepinfer.models.deepseek_v41.forward import DeepseekV41Model
 from deepinfer.models.deepseek_v41.topology import DeepseekV41Topology
+from deepinfer.models.images import ImageSpan
+from deepinfer.worker.image_rows import ImageRows
 from deepinfer.worker.input_batch import InputBatch
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.resolve import SlotMap
@@ -85,17 +87,19 @@ class Bench:
         layout += [(f"slots{j}", _ROWS) for j in range(len(maps))] + [("tokens", 1), ("accepted", 1)]
         self.ring = StepRing(layout, self.places.fields, model.device, pinned=model.device.type != "cpu")
         self.inputs = InputBatch(_SEQS + 1, pages, None, maps, model.device)
+        self.images = ImageRows()
         self._maps, self._turn = maps, 0
         self.free, self.slots = list(range(1, pages)), list(range(1, _SEQS + 1))
         random.Random(shuffle).shuffle(self.free)
         random.Random(shuffle).shuffle(self.slots)
 
-    def start(self, tokens: Sequence[int] | torch.Tensor, prompt: int | None = None) -> Running:
-        """A sequence with nothing in KV; its first ``prompt`` tokens (all by default) are its prompt."""
+    def start(self, tokens: Sequence[int] | torch.Tensor, prompt: int | None = None, images: Sequence[ImageSpan] = ()) -> Running:
+        """A sequence with nothing in KV; its first ``prompt`` tokens (all by default) are its prompt, which shows ``images``."""
         ids = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
         run = Running(ids, len(ids) if prompt is None else prompt, self.slots.pop())
         self.kv.zero_states(torch.tensor([run.slot], dtype=torch.int32, device=self.device))
         self.places.admit(run.slot, run.prompt)
+        self.images.admit(run.slot, images)
         return run
 
     def resume(self, run: Running, start: int, hit: int) -> Running:
@@ -141,6 +145,7 @@ class Bench:
         slot.upload()
         batch, _ = self.inputs.build(slot, header, None, counts)
         batch.block_table = batch.block_table[:, : -(-longest // self.block)]
+        batch.images = self.images.pieces(slot, header)
         hidden = self.model.forward(batch, self.kv.tensors)
         taken_back = None if rejected is None else torch.tensor(rejected, dtype=torch.int32, device=self.device)
         self.model.end_step(batch, taken_back, self.kv.tensors)
@@ -148,9 +153,11 @@ class Bench:
             run.done -= count
         return list(self.model.logits(hidden).split([count for _, count in work]))
 
-    def prefill(self, tokens: Sequence[int] | torch.Tensor, chunk: int | None = None) -> tuple[Running, torch.Tensor]:
+    def prefill(
+        self, tokens: Sequence[int] | torch.Tensor, chunk: int | None = None, images: Sequence[ImageSpan] = ()
+    ) -> tuple[Running, torch.Tensor]:
         """All tokens of one sequence in chunks; logits ``[len, vocab]`` of every position."""
-        run, rows = self.start(tokens), []
+        run, rows = self.start(tokens, images=images), []
         while run.done < len(run.tokens):
             left = len(run.tokens) - run.done
             rows.append(self.step([(run, min(chunk or left, left))])[0])

@@ -231,7 +231,7 @@ impl Core {
 
     #[pyo3(signature = (
         tokens, *, max_new_tokens, min_new_tokens = 0, eos_ids = Vec::new(), stop_ids = Vec::new(), ignore_eos = false,
-        priority = 0, salt = Vec::new(), extras = Vec::new(), stream = false, prompt_logprobs = false, grammar = false,
+        priority = 0, salt = Vec::new(), extras = Vec::new(), spans = Vec::new(), stream = false, prompt_logprobs = false, grammar = false,
         wait_kv = false, hold = false, produced = 0, n = 1, user = 0, arrival = 0
     ))]
     // One keyword for each property of a request.
@@ -248,6 +248,7 @@ impl Core {
         priority: i32,
         salt: Vec<u8>,
         extras: Vec<(Bound<'_, PyAny>, u32, Vec<u8>)>,
+        spans: Vec<(u32, u32)>,
         stream: bool,
         prompt_logprobs: bool,
         grammar: bool,
@@ -275,6 +276,7 @@ impl Core {
             arrival,
             salt,
             extras,
+            spans: spans.into_iter().map(|(start, end)| start..end).collect(),
             flags: PrepFlags { stream, prompt_logprobs, grammar, wait_kv, hold },
             forks: n,
             user,

@@ -79,7 +79,7 @@ impl PythonError for Reject {
             Self::NeverFits { .. } | Self::TooLong { .. } => "PromptTooLongError",
             Self::Empty => "EmptyPromptError",
             Self::BadToken { .. } => "TokenOutOfRangeError",
-            Self::Conflict(_) => "InvalidRequestError",
+            Self::Conflict(_) | Self::SpanTooLong { .. } => "InvalidRequestError",
             Self::Closed => "EngineDeadError",
         }
     }

@@ -131,6 +131,14 @@ impl ChunkBudget {
         }
     }
 
+    /// The same of a span that is not cut: the first chunk of a step takes it however long it takes.
+    pub fn span_rows(&self, computed: u32) -> u32 {
+        match self {
+            Self::Time { given: false, .. } => u32::MAX,
+            _ => self.rows(computed),
+        }
+    }
+
     /// Whether a sequence that is admitted now would have a row.
     pub fn is_spent(&self) -> bool {
         self.rows(0) == 0

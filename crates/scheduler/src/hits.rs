@@ -120,8 +120,16 @@ impl WindowRule {
     /// Rows of a chunk that would begin at `planned` and have `rows`, of a prompt of `len` tokens: it does not pass the last
     /// boundary by more rows than a ring holds beyond its window.
     pub const fn cut_chunk(&self, planned: u32, rows: u32, len: u32) -> u32 {
+        match self.passed(planned, rows, len) {
+            Some(last) => last - planned,
+            None => rows,
+        }
+    }
+
+    /// The last boundary of a prompt of `len` tokens, if such a chunk passes it by more rows than a ring holds beyond its window.
+    pub const fn passed(&self, planned: u32, rows: u32, len: u32) -> Option<u32> {
         let last = self.floor(len);
-        if planned < last && planned + rows > last + self.backtrack { last - planned } else { rows }
+        if planned < last && planned + rows > last + self.backtrack { Some(last) } else { None }
     }
 
     /// Checks the rule against what it is used with.

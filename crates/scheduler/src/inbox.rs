@@ -9,6 +9,7 @@ use crate::lanes::LANE_STOPS;
 use crate::pool::{Cold, Finish, Status, Times};
 use crate::prepared::{Prepared, Reject};
 use crate::roles::EngineType;
+use crate::spans;
 use crate::waiting::Class;
 use deepinfer_kvindex::{Block, BlockHash, ChainHasher, Seq, TransferId};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -48,6 +49,7 @@ struct State {
 pub(crate) struct Shared {
     engine: EngineType,
     limits: Limits,
+    longest_span: u32,
     usable_blocks: u32,
     block_tokens: u32,
     prefix_caching: bool,
@@ -61,6 +63,7 @@ impl Shared {
         Self {
             engine: config.engine,
             limits: config.limits.clone(),
+            longest_span: spans::longest(&config.limits, &config.policy.chunk),
             usable_blocks: geometry.usable_blocks,
             block_tokens: geometry.block_tokens,
             prefix_caching: config.prefix_caching,
@@ -170,6 +173,7 @@ impl Shared {
         if let Some(&(_, why)) = conflicts.iter().find(|(bad, _)| *bad) {
             return Err(Reject::Conflict(why));
         }
+        spans::check(&p.spans, len - p.produced, self.longest_span)?;
         // The KV of the last token is never written.
         let positions = (len - p.produced).saturating_add(p.max_new).min(max_model_len) - 1;
         let need = positions.div_ceil(self.block_tokens);
@@ -217,6 +221,7 @@ impl Shared {
             class: Class::New,
             hasher: own.cloned(),
             extras: p.extras.clone(),
+            spans: p.spans.as_slice().into(),
             flags: p.flags,
             remote: p.flags.wait_kv,
             user: p.user,

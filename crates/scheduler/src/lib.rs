@@ -41,6 +41,7 @@ mod ring;
 mod roles;
 mod scheduler;
 mod snapshots;
+mod spans;
 mod step_type;
 mod swap;
 mod sync;

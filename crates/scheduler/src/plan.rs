@@ -7,6 +7,7 @@ use crate::error::StepError;
 use crate::lanes::{Lanes, NOT_SENT, flag};
 use crate::preempt::Taken;
 use crate::scheduler::Scheduler;
+use crate::spans;
 use crate::vote::GroupError;
 use deepinfer_kvindex::{Owner, Seq, StepId};
 
@@ -434,21 +435,34 @@ impl Scheduler {
     /// Rows of the next chunk of a lane in prefill, taken from the step's budget of chunks.
     fn take_chunk(&mut self, lane: usize, most: u32) -> u32 {
         let planned = self.lanes.planned[lane];
-        let rows = self.chunk(lane, most.min(self.chunks.rows(planned)));
+        let rows = self.chunk(lane, most.min(self.chunks.rows(planned)), most);
         self.chunks.take(rows, planned);
+        self.note_uncut(lane, rows);
         rows
     }
 
-    /// The same for a sequence that is just admitted: one row at least.
+    /// The same for a sequence that is just admitted: one row at least, or none if it goes on with a span that has no room.
     pub(crate) fn first_chunk(&mut self, lane: usize, most: u32) -> u32 {
         let planned = self.lanes.planned[lane];
-        let rows = self.chunk(lane, most.min(self.chunks.rows(planned).max(1)));
+        let rows = self.chunk(lane, most.min(self.chunks.rows(planned).max(1)), most);
         self.chunks.take(rows, planned);
+        self.note_uncut(lane, rows);
         rows
     }
 
-    /// Rows of the next chunk of a lane in prefill; at least 1 if `most` is and not all of its prefill is in flight.
-    fn chunk(&self, lane: usize, most: u32) -> u32 {
+    /// A span that holds the last boundary of its prompt is not cut there for the state's sake: no state is kept of that boundary.
+    fn note_uncut(&mut self, lane: usize, rows: u32) {
+        let (planned, target) = (self.lanes.planned[lane], self.lanes.target[lane]);
+        if let Some(last) = self.window().and_then(|rule| rule.passed(planned, rows, target))
+            && let Some(cold) = self.seqs.get_mut(self.lanes.seq[lane])
+        {
+            cold.begin.whole_from = cold.begin.whole_from.max(last + 1);
+        }
+    }
+
+    /// Rows of the next chunk of a lane in prefill, `most` if they may be cut anywhere and `room` if not; at least 1 if `most` is, not
+    /// all of its prefill is in flight, and no span is in the way.
+    fn chunk(&self, lane: usize, most: u32, room: u32) -> u32 {
         let planned = self.lanes.planned[lane];
         let target = self.fork_stop(lane).unwrap_or(self.lanes.target[lane]);
         let mut rows = (target - planned).min(most);
@@ -457,9 +471,14 @@ impl Scheduler {
             let end = (planned + rows) / self.policy.chunk_align * self.policy.chunk_align;
             rows = if end > planned { end - planned } else { rows };
         }
-        match self.window() {
-            Some(rule) => rule.cut_chunk(planned, rows, self.lanes.target[lane]),
-            None => rows,
+        if let Some(rule) = self.window() {
+            rows = rule.cut_chunk(planned, rows, self.lanes.target[lane]);
+        }
+        match self.seqs.get(self.lanes.seq[lane]) {
+            Some(cold) if !cold.spans.is_empty() => {
+                spans::whole(&cold.spans, planned, rows, room.min(self.chunks.span_rows(planned)), target)
+            }
+            _ => rows,
         }
     }
 }

@@ -7,6 +7,7 @@ use crate::prepared::PrepFlags;
 use crate::swap::Swap;
 use crate::waiting::{Class, Place};
 use deepinfer_kvindex::{Block, BlockHash, ChainHasher, Extra, Seq, TransferId};
+use std::ops::Range;
 
 /// Where a sequence is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -85,6 +86,8 @@ pub(crate) struct Cold {
     pub class: Class,
     pub hasher: Option<ChainHasher>,
     pub extras: Vec<Extra>,
+    /// Positions that a chunk computes together.
+    pub spans: Box<[Range<u32>]>,
     pub flags: PrepFlags,
     /// Its KV lies elsewhere and whoever holds it has not been told to let go.
     pub remote: bool,

@@ -1,6 +1,7 @@
 //! A request as its caller hands it over, and the reasons to turn it away.
 
 use deepinfer_kvindex::Extra;
+use std::ops::Range;
 use thiserror::Error;
 
 /// Switches of a request.
@@ -45,6 +46,8 @@ pub struct Prepared {
     pub salt: Vec<u8>,
     /// What else the KV of this request depends on, for every block.
     pub extras: Vec<Extra>,
+    /// Positions of the prompt that one chunk computes together, in order: the rows of an image.
+    pub spans: Vec<Range<u32>>,
     /// Switches.
     pub flags: PrepFlags,
     /// Sequences to sample from this prompt (n), at least 1.
@@ -84,6 +87,17 @@ pub enum Reject {
     /// No token at all.
     #[error("the prompt is empty: give at least one token")]
     Empty,
+    /// A span that no step could be sure to hold.
+    #[error(
+        "{len} tokens of the prompt are computed in one step, which has room for {most} beside those of the other sequences: \
+         raise max_num_batched_tokens or lower max_num_seqs"
+    )]
+    SpanTooLong {
+        /// Tokens of the span.
+        len: u32,
+        /// Longest span.
+        most: u32,
+    },
     /// A token id outside the vocabulary.
     #[error("token id {token} is outside the vocabulary of {vocab}")]
     BadToken {

@@ -94,6 +94,8 @@ class EngineConfig:
             ``MAX_BACKTRACKING_TOKENS``, else what the drafts of the model or of ``num_draft_tokens`` need.
         engram_cache_gib: host memory for rows of a model's Engram tables, all tables together; the tables themselves stay in their
             files. 0 = none, ``None`` = 0.25 a table.
+        max_images_per_prompt: most images of a prompt, for models that take images.
+        max_image_pixels: most pixels (width times height) of an image as it comes, before it is scaled for the model.
         num_threads: torch threads; ``None`` = ``DEEPINFER_NUM_THREADS``, else torch's choice.
         quiet: leave the capacity report out; ``None`` = ``DEEPINFER_QUIET``.
 
@@ -141,6 +143,8 @@ class EngineConfig:
     yoco_prefill_keep_tokens: int | None = None
     max_backtracking_tokens: int | None = None
     engram_cache_gib: float | None = None
+    max_images_per_prompt: int = 64
+    max_image_pixels: int = 1 << 26
 
     def __post_init__(self) -> None:
         if self.trust_remote_code:
@@ -157,6 +161,8 @@ class EngineConfig:
         _positive("max_num_seqs", self.max_num_seqs, most=(1 << 20) - 1)
         _positive("max_num_batched_tokens", self.max_num_batched_tokens, most=(1 << 24) - 1)
         _positive("num_kv_blocks", self.num_kv_blocks, "leave it out to size the pool from kv_memory_fraction")
+        _positive("max_images_per_prompt", self.max_images_per_prompt)
+        _positive("max_image_pixels", self.max_image_pixels)
         _positive("num_threads", self.num_threads, most=_MOST_THREADS)
         self._check_caches()
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:

@@ -23,6 +23,7 @@ from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
 from deepinfer.engine.hooks import START_KINDS, Admission, EngineHooks
+from deepinfer.engine.image_input import check_images, image_processor
 from deepinfer.engine.interrupt import hold_interrupts, to_the_end
 from deepinfer.engine.model_options import block_tokens, configure_model
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
@@ -89,7 +90,7 @@ class Engine(EngineHooks):
 
     Attributes:
         config, run: settings as given, and as they hold on this machine; ``options``: those of the model.
-        plan: KV pools.
+        plan: KV pools; ``images``: how the model wants its images, ``None`` if it takes none.
         swap: host memory for preempted sequences.
         resolved: where the checkpoint, its configuration and tokenizer are, as `deepinfer.models.resolve_model` found them.
         counters: totals since the start.
@@ -120,6 +121,7 @@ class Engine(EngineHooks):
             print(report(self.run, self.plan, config.model, weights, self.snapshots.amount), file=sys.stderr)
         self.max_model_len = self.plan.max_model_len
         self.vocab_size = self.model.vocab_size
+        self.images = image_processor(self.model)
         self.counters = EngineCounters()
         self.last_failure: StepFailedError | None = None
         self.fault: EngineDeadError | None = None
@@ -310,7 +312,8 @@ class Engine(EngineHooks):
             )
         produced = [] if made is None else list(made.produced)
         eos = () if p.ignore_eos else request.eos_ids
-        rows = [RowSampling(p, seed, request.prompt_ids, eos, request.bad_word_ids) for seed in request.seeds]
+        check_images(request.images, len(request.prompt_ids), self.model, self.options, self.config.engine_type)
+        rows = [RowSampling(p, seed, request.prompt_ids, eos, request.bad_word_ids, request.images) for seed in request.seeds]
         handles: list[int] = self._core.add(
             request.prompt_ids + produced,
             produced=len(produced),
@@ -323,6 +326,8 @@ class Engine(EngineHooks):
             ignore_eos=p.ignore_eos,
             priority=request.priority,
             salt=request.salt,
+            extras=[("image", span.start, span.image.digest) for span in request.images],
+            spans=[(span.start, span.end) for span in request.images],
             stream=_streams(request),
             prompt_logprobs=p.prompt_logprobs is not None,
             grammar=request.grammar is not None,

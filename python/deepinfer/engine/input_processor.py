@@ -14,17 +14,24 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from deepinfer.engine.chat_template import NO_TEMPLATE, ChatTemplate, Message
+from deepinfer.engine.image_input import ImageRules, cut_spans, place_images, prepare_images
 from deepinfer.engine.request import EngineRequest
 from deepinfer.engine.tokenizer import Tokenizer, check_token_ids
-from deepinfer.errors import ConfigError, EmptyPromptError, InvalidRequestError, PromptTooLongError, SamplingParamsError
+from deepinfer.errors import ConfigError, EmptyPromptError, ImageError, InvalidRequestError, PromptTooLongError, SamplingParamsError
+from deepinfer.models.images import ImageSpan
 from deepinfer.sampling import SamplingParams, derive_seed
 
 
 class PromptDict(TypedDict, total=False):
-    """A prompt as a mapping: its text, its ids, or both (then the ids count and the text is only shown)."""
+    """A prompt as a mapping: its text, its ids, or both (then the ids count and the text is only shown).
+
+    ``images``: of models that take them, each a PIL image, a uint8 array ``[height, width, 3]``, the bytes of an image file or its path.
+    The prompt has the model's image token once for each, in order, or as often as each takes tokens.
+    """
 
     prompt: str
     prompt_token_ids: Sequence[int]
+    images: Sequence[Any]
 
 
 Prompt = str | Sequence[int] | PromptDict
@@ -33,10 +40,11 @@ Prompt = str | Sequence[int] | PromptDict
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What an engine can take: positions and token ids."""
+    """What an engine can take: positions, token ids and images."""
 
     max_model_len: int
     vocab_size: int
+    images: ImageRules | None = None
 
 
 class InputProcessor:
@@ -120,13 +128,16 @@ class InputProcessor:
             PromptTooLongError: no room for a single new token, or for ``min_tokens``.
             TokenOutOfRangeError: an id outside the vocabulary.
             SamplingParamsError: a sampling value names ids outside the vocabulary, or needs a tokenizer.
+            ImageError: an image cannot be used, or the prompt has no place for it.
             InvalidRequestError: the prompt has none of the known forms.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         self._check_params(params)
         text, ids = self._read(prompt)
-        ids = self._fit(ids, params)
+        ids, images = self._place_images(ids, prompt.get("images") if isinstance(prompt, Mapping) else None)
+        whole, ids = len(ids), self._fit(ids, params)
+        images = cut_spans(images, whole - len(ids))
         room = self.limits.max_model_len - len(ids)
         request = EngineRequest(
             request_id=request_id,
@@ -140,8 +151,21 @@ class InputProcessor:
             salt=params.cache_salt.encode() if params.cache_salt else b"",
             priority=params.priority,
             arrival=time.monotonic(),
+            images=images,
         )
         return request, text
+
+    def _place_images(self, ids: list[int], images: Any) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        rules = self.limits.images
+        prepared = [] if images is None else prepare_images(images, rules)
+        if rules is None:
+            return ids, ()
+        token = rules.processor.token
+        if not prepared:
+            if token in ids:
+                raise ImageError(f"the prompt has {ids.count(token)} placeholders (token {token}) and no images; give them as 'images'")
+            return ids, ()
+        return place_images(ids, prepared, token)
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text: str | None = None

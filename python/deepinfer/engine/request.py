@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.errors import DeepInferError
+from deepinfer.models.images import ImageSpan
 from deepinfer.outputs import FinishReason
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.grammar import Grammar
@@ -62,6 +63,7 @@ class EngineRequest:
         order: place among requests of one priority, smaller first: a request that is made again keeps that of its first run. 0 = behind
             all that the engine has seen.
         arrival: ``time.monotonic()`` of submission.
+        images: of the prompt, in order; their positions have the model's image token.
         grammar: makes the matcher of one answer; called once for each. Must pickle if the engine lives in another process.
     """
 
@@ -77,6 +79,7 @@ class EngineRequest:
     priority: int = 0
     order: int = 0
     arrival: float = 0.0
+    images: tuple[ImageSpan, ...] = ()
     grammar: Callable[[], Grammar] | None = None
 
 

@@ -20,6 +20,8 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 import torch
 import torch.nn.functional as F
 
+from .images import ImagePiece
+
 
 @dataclass(frozen=True)
 class Source:
@@ -138,7 +140,7 @@ class StateRows:
     decoder_rows: torch.Tensor | None = None  # int64 [D], rows the decoder runs, ascending; None = all
     decoder_cu_q: torch.Tensor | None = None  # int32 [n + 1], of these rows as cu_q of all
     begun: torch.Tensor | None = None  # int64 [b, 2 + history] of slots that begin at a position above 0 without state: slot, position
-    # and the token ids before it, oldest first, −1 before the sequence; None = no slot does in this step
+    # and the token ids before it, oldest first, −1 before the sequence and where an image is; None = no slot does in this step
 
 
 @dataclass
@@ -161,6 +163,7 @@ class ForwardBatch:
     cu_q_host: Sequence[int] = field(default_factory=list)  # the same values as cu_q, known on the host
     seq_len_host: Sequence[int] = field(default_factory=list)
     state: StateRows | None = None  # of models with state groups
+    images: Sequence[ImagePiece] = ()  # which rows are those of images, of models that take them (models.images.VisionModel)
 
     def padded(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """``ids``, ``pos`` and every slot map, padded to ``rows`` ≥ ``T`` (``kernels.linear.row_bucket``), ready for ``kv_write``.

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from deepinfer.models.base import ForwardBatch, Model, PagedGroup, StatefulModel, StateGroup
 from deepinfer.models.contract import check_hidden, check_logits
+from deepinfer.models.images import ImagePiece
 from deepinfer.platforms import to_device
 from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, run_in_order
 from deepinfer.worker.grammar import MaskBuffers, apply_masks
 from deepinfer.worker.host_pages import HostPages, HostSnapshots, sort_commands
+from deepinfer.worker.image_rows import ImageRows, without_images
 from deepinfer.worker.input_batch import InputBatch, one_sequence
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.logprobs import HostLogprobs, gather_logprobs
@@ -138,6 +140,7 @@ class Step:
         self.chosen = _Chosen()
         self.admitted: list[Admitted] = []
         self.pieces: list[PromptPiece] = []
+        self.images: Sequence[ImagePiece] = ()
         self.before = before  # until its tokens have been taken, so that steps do not chain
         self.before_ticket = None if before is None else before.ticket
         self.stored: bool = False  # its table deltas are written
@@ -217,6 +220,7 @@ class ModelRunner:
         self.masks = MaskBuffers(ring_slots, samples, model.vocab_size, device, pinned)
         self._sampler = Sampler(self.sampling, model.vocab_size)
         self._prompts: dict[int, RowSampling] = {}
+        self._images = ImageRows()
         self._last: Step | None = None
 
     # Launching: host preparation here, device work through the queue
@@ -232,6 +236,7 @@ class ModelRunner:
             if error is not None:
                 raise error
             resumed = self._admit(step)
+            step.images = self._images.pieces(step.slot, step.header)
             if self._places is not None:
                 step.counts = self._places.describe(step.slot, step.header)
             self._find_sources(step)
@@ -344,6 +349,7 @@ class ModelRunner:
             row, output = self._lookup(handle, state_slot)
             flags = self.sampling.admit_host(state_slot, row)
             step.admitted.append(Admitted(state_slot, row, output, flags))
+            self._images.admit(state_slot, row.images)
             self._prompts.pop(state_slot, None)
             if row.params.prompt_logprobs is not None:
                 self._prompts[state_slot] = row
@@ -351,7 +357,8 @@ class ModelRunner:
                 encoder, decoder = kind == START_RERUN, kind in (START_SLICE, START_RERUN)
                 self._places.admit(state_slot, len(row.prompt_ids), start * encoder, start * decoder)
                 if decoder:
-                    self._places.begin(state_slot, start, _tokens_before(start, row.prompt_ids, output, self._state_groups[0].history))
+                    before = _tokens_before(start, row.prompt_ids, output, self._state_groups[0].history)
+                    self._places.begin(state_slot, start, without_images(before, start, row.images))
         if self._places is not None:
             self._places.move_in(slot, header)
         params = slot.a["params"].reshape(-1, NUM_COLUMNS)
@@ -486,6 +493,7 @@ class ModelRunner:
         before = None if step.before is None else step.before.left
         step.before = None
         step.batch, step.rng_pos = self.inputs.build(step.slot, step.header, before, step.counts)
+        step.batch.images = step.images
         step.hidden = self.model.forward(step.batch, self.kv.tensors)
         check_hidden(self.model, step.hidden, step.header.rows)
         for piece in step.pieces:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deepinfer.models.images import ImageSpan
 from deepinfer.platforms import to_device
 from deepinfer.sampling import SamplingParams
 
@@ -40,6 +41,7 @@ class RowSampling:
         prompt_ids: the prompt.
         eos_ids: model's end-of-sequence ids, masked below ``min_tokens`` together with the stop ids.
         bad_word_ids: token sequences whose last id is masked when the rest precedes it.
+        images: of the prompt, in order.
     """
 
     params: SamplingParams
@@ -47,6 +49,7 @@ class RowSampling:
     prompt_ids: Sequence[int]
     eos_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
+    images: Sequence[ImageSpan] = ()
 
 
 class SlotTable:

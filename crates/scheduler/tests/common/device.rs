@@ -236,6 +236,12 @@ impl Rig {
                 let in_prompt = (seq_len[i] as u32).min(request.prompt.len() as u32).saturating_sub(first);
                 *self.prompt_rows.entry(seq).or_default() += in_prompt;
                 self.prefill_rows += (end - start) as u64;
+                let (behind, prompt) = (seq_len[i] as u32, request.prompt.len() as u32);
+                for span in &request.spans {
+                    let for_forks = span.end == prompt && behind + 1 == prompt;
+                    let cut = span.start < behind && behind < span.end;
+                    assert!(!cut || for_forks, "{seq:?}: a chunk ends at {behind}, within {span:?}");
+                }
             } else {
                 drafts += end - start - 1;
             }

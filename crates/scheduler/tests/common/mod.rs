@@ -16,6 +16,7 @@ use deepinfer_scheduler::{
 };
 use device::{Device, Flight, Stream};
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::ops::Range;
 
 /// Vocabulary of the toy model; token 0 is the end.
 pub const VOCAB: u32 = 50;
@@ -190,6 +191,7 @@ pub struct Request {
     pub max_new: u32,
     pub min_new: u32,
     pub stops: Vec<u32>,
+    pub spans: Vec<Range<u32>>,
 }
 
 impl Rig {
@@ -243,6 +245,7 @@ impl Rig {
                 max_new: prepared.max_new,
                 min_new: prepared.min_new,
                 stops: stops.clone(),
+                spans: prepared.spans.clone(),
             };
             self.requests.insert(*seq, request);
             self.outputs.insert(*seq, produced.to_vec());
@@ -453,4 +456,20 @@ pub fn read(outputs: &Outputs<'_>) -> Vec<Vec<i32>> {
 /// Some prompt of `len` tokens from family `seed`.
 pub fn prompt(seed: u64, len: u32) -> Vec<u32> {
     (0..len).map(|i| 1 + (mix(seed, u64::from(i)) % u64::from(VOCAB - 1)) as u32).collect()
+}
+
+/// Some spans of up to `longest` positions within a prompt of `len` tokens.
+pub fn spans(seed: u64, len: u32, longest: u32) -> Vec<Range<u32>> {
+    let mut found = Vec::new();
+    let mut at = 0;
+    for i in 0.. {
+        let start = at + (mix(seed, 2 * i) % 9) as u32;
+        let end = start + 1 + (mix(seed, 2 * i + 1) % u64::from(longest.max(1))) as u32;
+        if longest == 0 || end > len {
+            return found;
+        }
+        found.push(start..end);
+        at = end;
+    }
+    found
 }

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.chat_template import Message
 from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.image_input import image_rules
 from deepinfer.engine.input_processor import InputProcessor, ModelLimits, Prompt, PromptDict
 from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check_mode, merge_deltas
 from deepinfer.engine.request import EngineRequest, SequenceDelta
@@ -26,7 +27,7 @@ from deepinfer.sampling import SamplingParams
 
 ENGINE = "deepinfer.engine.engine:Engine"
 _LONG_PROMPT = 20_000
-"""Characters above which tokenizing leaves the event loop's thread."""
+"""Characters above which tokenizing leaves the event loop's thread, as images do."""
 
 
 HANG_TIMEOUT = 300.0
@@ -146,7 +147,8 @@ class AsyncFront(ABC):
             raise
         self.max_num_seqs = ready.max_num_seqs
         self._outputs = OutputProcessor(self._text.tokenizer)
-        self._inputs = self._text.input_processor(ModelLimits(ready.max_model_len, ready.vocab_size))
+        rules = image_rules(self.config, ready.images)
+        self._inputs = self._text.input_processor(ModelLimits(ready.max_model_len, ready.vocab_size, rules))
 
     @property
     def _ready_inputs(self) -> InputProcessor:
@@ -218,7 +220,8 @@ class AsyncFront(ABC):
             raise InvalidRequestError(f"request id {request_id!r} is in use or no string; choose another")
         box = self._boxes[request_id] = _Mailbox(mode)
         try:
-            if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT:
+            slow = len(prompt) > _LONG_PROMPT if isinstance(prompt, str) else isinstance(prompt, Mapping) and "images" in prompt
+            if slow:
                 request, text = await asyncio.to_thread(inputs.prepare, prompt, params, request_id, stream=mode != "final")
             else:
                 request, text = inputs.prepare(prompt, params, request_id, stream=mode != "final")

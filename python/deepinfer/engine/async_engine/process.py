@@ -188,7 +188,8 @@ def serve(sock: socket.socket) -> int:
         engine = build(start)
         run = getattr(engine, "run", None)
         signal.signal(signal.SIGTERM, loop.stop)  # until here it ends us at once
-        loop.send(wire.Ready(engine.max_model_len, engine.vocab_size, getattr(run, "max_num_seqs", 0)))
+        images = getattr(engine, "images", None)
+        loop.send(wire.Ready(engine.max_model_len, engine.vocab_size, getattr(run, "max_num_seqs", 0), images))
         loop.run(engine)
         return 0
     except BaseException as e:

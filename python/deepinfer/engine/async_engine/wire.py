@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from deepinfer import errors
 from deepinfer.engine.request import EngineRequest, SequenceDelta
+from deepinfer.models.images import ImageProcessor
 
 if TYPE_CHECKING:
     from deepinfer import _core
@@ -150,6 +151,7 @@ class Ready:
     max_model_len: int
     vocab_size: int
     max_num_seqs: int
+    images: ImageProcessor | None = None  # of a model that takes them
 
 
 @dataclass(slots=True)

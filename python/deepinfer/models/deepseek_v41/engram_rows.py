@@ -94,13 +94,16 @@ class EngramReader:
         position = start + torch.arange(-ids.shape[1], 0, device=ids.device)
         ring[slot, position % ring.shape[1]] = torch.where(ids >= 0, compress_ids(ids.clamp_min(0), self._map), DEAD)
 
-    def read(self, ids: torch.Tensor, step: StepRows, ring: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def read(
+        self, ids: torch.Tensor, step: StepRows, ring: torch.Tensor, image: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """For token ids int64 ``[T]``: per table its rows ``[T, width]``, and the dead rows, bool ``[T]``.
 
-        ``ring`` int64 ``[slots, R]`` of compressed ids by position, whose newest places become those of this step.
+        ``ring`` int64 ``[slots, R]`` of compressed ids by position, whose newest places become those of this step. Rows where bool
+        ``image`` ``[T]`` is set are dead: no n-gram reaches into an image or past it.
         """
         t = self._topology
-        compressed = compress_ids(ids, self._map)
+        compressed = compress_ids(ids, self._map, image)
         back = torch.arange(1 - t.longest, 0, device=ids.device)
         position = step.start[:, None] + back
         places = ring[step.state_row[:, None], position % ring.shape[1]]

@@ -17,16 +17,18 @@ class Experts:
 
     def __init__(self, p: MoeParameters, sizes: MoeSizes, chosen: int, quantised: bool, dtype: torch.dtype) -> None:
         self._sizes, self._chosen, self._dtype = sizes, chosen, dtype
-        self._gate, self._bias = pack_linear(p.gate), p.bias
+        self._gate, self._bias, self._image_bias = pack_linear(p.gate), p.bias, p.bias_vl
         self._bank = pack_experts(p.w13, p.w2)
         self._shared_gate_up, self._shared_down = pack_linear(p.shared_w13), pack_linear(p.shared_w2)
         self._rounding = activation_rounding(p.shared_w13.shape[-1], quantised)
         self._form = FP8_ROWS if activation_rounding(p.shared_w2.shape[-1], quantised) else None
 
-    def __call__(self, u: torch.Tensor) -> torch.Tensor:
-        """``u`` ``[T, d]`` normed rows → ``[T, d]`` in the run dtype."""
-        s = self._sizes
-        ids, weights = route(u, self._gate, self._bias, self._chosen, s.normalise, s.scale, s.temperature)
+    def __call__(self, u: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        """``u`` ``[T, d]`` normed rows → ``[T, d]`` in the run dtype; rows of images (bool ``image`` ``[T]``) have a bias of their own."""
+        s, bias = self._sizes, self._bias
+        if image is not None and self._image_bias is not None:
+            bias = torch.where(image[:, None], self._image_bias, bias)
+        ids, weights = route(u, self._gate, bias, self._chosen, s.normalise, s.scale, s.temperature)
         rounded = u if self._rounding is None else self._rounding(u)
         total = expert_mlp(rounded, ids, weights, self._bank, s.limit, form=self._form)
         total += gated_mlp(rounded, self._shared_gate_up, self._shared_down, s.limit, form=self._form)

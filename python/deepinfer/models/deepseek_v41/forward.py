@@ -25,11 +25,13 @@ from ..loaders.source import Progress
 from .caches import PAGE_TOKENS, CachePlan, Storage, packs, plan_caches
 from .containers import DeepseekV41Parameters
 from .engram_rows import EngramReader
+from .image_input import ImageSizes
 from .layer import Layer, Streams
 from .loading import load_parameters
 from .ops import begin_streams, mean_stream
 from .step import RopeTables, Step, make_step
 from .topology import read_topology
+from .vision_forward import VisionTower
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class DeepseekV41Model:
         """In runtime layout, in order; filled by ``finish_loading``."""
         self._head: PackedLinear | None = None
         self._engram: EngramReader | None = None
+        self._vision: VisionTower | None = None
         self._caches: CachePlan | None = None
         self._quantum = row_quantum(device)
         self.taps: Taps | None = None
@@ -114,8 +117,15 @@ class DeepseekV41Model:
         if t.engram is not None and p.token_map is not None:
             tables = [layer.engram.table for layer in p.layers if layer.engram is not None]
             self._engram = EngramReader(t.engram, tables, p.token_map, self.dtype, self.device)
+        if t.vision is not None:
+            self._vision = VisionTower(p, t.vision, self.dtype)
         for plan in t.layers:
             self.layers.append(Layer(p.layers.pop(0), t, plan, self.dtype))
+
+    @property
+    def image_processor(self) -> ImageSizes | None:
+        """See ``models.images.VisionModel``."""
+        return None if self.topology.vision is None else ImageSizes.of(self.topology.vision)
 
     def configure(self, options: ModelOptions) -> ModelOptions:
         """See ``models.base.ConfigurableModel``. Rows are packed unless they cannot be; a truncated prefill keeps what windows need."""
@@ -162,12 +172,14 @@ class DeepseekV41Model:
         caches = self.caches
         step = make_step(batch, kv, caches, self.topology.attention.window, self._ropes, self._quantum)
         found: list[torch.Tensor] = []
-        dead = step.ids < 0
+        embedded, dead = F.embedding(step.ids, self._embed), step.ids < 0
+        if batch.images and self._vision is not None:
+            step.mark_images(self._vision.place(embedded, batch.images))
         if self._engram is not None:
             if batch.state is not None and batch.state.begun is not None:
                 self._engram.begin(batch.state.begun, step.state["token_ids"])
-            found, dead = self._engram.read(step.ids, step.encoder.step, step.state["token_ids"])
-        streams = begin_streams(F.embedding(step.ids, self._embed), self.topology.streams)
+            found, dead = self._engram.read(step.ids, step.encoder.step, step.state["token_ids"], step.encoder.image)
+        streams = begin_streams(embedded, self.topology.streams)
         (x, pre), taps = self._run_layers(streams, step, caches, found, dead)
         hidden = rms_norm(collapse(x, pre, self.dtype), self._norm, self.topology.eps)
         return self._unpad(hidden, taps, batch)

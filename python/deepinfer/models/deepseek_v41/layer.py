@@ -59,4 +59,4 @@ class Layer:
         x = expand(self._attention(u, step, rows, caches), x, post, comb)
         after, post, comb = self._mixes(x, self._mix_ffn)
         u = rms_norm(collapse(x, after_attention, self._dtype), self._ffn_norm, self._t.eps)
-        return expand(self._experts(u), x, post, comb), after
+        return expand(self._experts(u, rows.image), x, post, comb), after

@@ -7,7 +7,7 @@ layers that make them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,8 @@ class LayerRows:
     window: WindowPlan
     main: Angles
     compress: Angles
+    image: torch.Tensor | None = None
+    """bool ``[T]``: rows of images; None = there are none."""
 
     @classmethod
     def make(cls, step: StepRows, floor: torch.Tensor, caches: CachePlan, window: int, ropes: RopeTables) -> LayerRows:
@@ -72,6 +74,11 @@ class Step:
     """int32 ``[rows, k]`` by the layer that selected."""
     pool: torch.Tensor | None = None
     """Candidate blocks bool ``[rows, blocks]``."""
+
+    def mark_images(self, image: torch.Tensor) -> None:
+        """Notes which of all rows, bool ``[T]``, are those of images."""
+        self.encoder = replace(self.encoder, image=image)
+        self.decoder = replace(self.decoder, image=image if self.chosen is None else image.index_select(0, self.chosen))
 
     def entries(self, layer: int, caches: CachePlan) -> PagedRows:
         """Compressed entries of a source."""
