@@ -111,8 +111,8 @@ def test_where_a_patch_stands_and_what_it_shows_matter(device: str) -> None:
 
 def test_the_latest_images_are_kept_within_a_bound() -> None:
     parameters = DeepseekV41Parameters(exact_plan(), torch.float32, "cpu")
-    for place in parameters.places.values():
-        place.zero_()
+    for name in parameters.parameter_shapes():
+        parameters.parameter(name).zero_()
     row = exact_plan().hidden * 4
     ours = VisionTower(parameters, of_tower(), torch.float32, cache_bytes=9 * row)
     first, second, third, large = image(42, 42), image(42, 42, 1), image(42, 42, 2), image(84, 126)

@@ -6,7 +6,7 @@
 mod common;
 
 use common::{Rig, config, mix, prompt, spans, state};
-use deepinfer_scheduler::{ChunkCost, ChunkPolicy, Extra, ExtraKind, Prepared, Reject};
+use deepinfer_scheduler::{ChunkCost, ChunkPolicy, Extra, ExtraKind, GroupSpec, HitRule, Prepared, Reject, WindowRule};
 use std::ops::Range;
 
 fn request(seed: u64, len: u32, max_new: u32, spans: Vec<Range<u32>>) -> Prepared {
@@ -120,16 +120,31 @@ fn forks_of_a_prompt_that_ends_with_a_span() {
 /// Many at once in small pools: preemption, swap and recompute leave spans whole, which the device of the tests checks.
 #[test]
 fn spans_stay_whole_under_pressure() {
-    for seed in 0..40u64 {
+    for seed in 0..60u64 {
         let seqs = 1 + (mix(seed, 1) % 5) as u32;
         let tokens = seqs + 12 + (mix(seed, 2) % 30) as u32;
         let mut config = config(8, 20 + (mix(seed, 3) % 12) as u32, seqs, tokens);
         config.max_in_flight = 1 + (seed % 2) as u32;
         config.host_blocks = if seed % 3 == 0 { 20 } else { 0 };
         config.policy.chunk_align = 1 + (mix(seed, 4) % 5) as u32;
-        if seed % 4 == 0 {
-            config.groups.push(state());
+        if seed % 2 == 0 {
+            let cut = if seed % 4 == 0 { 8 } else { 0 };
+            config.groups.push(GroupSpec::State { stored: 64, dropped: 128, replicas: 1, ring: 0, cut });
             config.host_slots = 4;
+        }
+        if seed % 4 == 0 {
+            // States are kept of boundaries that a chunk passes by at most four rows, never of one within a span.
+            config.policy.hit_rule = HitRule::Window(WindowRule {
+                encoder: 2,
+                decoder: 2,
+                window: 5,
+                grain: 8,
+                backtrack: 4,
+                exact: true,
+                keep: 9,
+                truncated: false,
+            });
+            config.snapshot_slots = 6;
         }
         let mut rig = Rig::new(&config);
         rig.scheduler.set_rates(1e12, 1.0);
