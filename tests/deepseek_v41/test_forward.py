@@ -147,8 +147,10 @@ def play(bench: Bench, seed: int, lengths: Sequence[int] = LENGTHS, drafts: bool
     return [torch.cat(rows) for rows in out]
 
 
-@pytest.mark.parametrize(("released", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)])
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(
+    ("released", "dtype", "drafts"),
+    [(False, torch.float32, False), (True, torch.float32, True), (True, torch.bfloat16, True)],
+)
 def test_cuts_mates_and_drafts_do_not_change_bits(released: bool, dtype: torch.dtype, drafts: bool, device: str) -> None:
     bench = Bench(model(released, dtype, device), shuffle=5)
     for k, logits in enumerate(play(bench, 7 + drafts, drafts=drafts)):
