@@ -83,6 +83,8 @@ def test_models_of_other_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         ("LlamaForCausalLM", {"num_hidden_layers": 0}, "num_hidden_layers"),
         ("LlamaForCausalLM", {"vocab_size": "big"}, "vocab_size"),
         ("LlamaForCausalLM", {"rms_norm_eps": -1}, "rms_norm_eps"),
+        ("LlamaForCausalLM", {"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ("LlamaForCausalLM", {"max_position_embeddings": 10**30}, "max_position_embeddings"),
         ("LlamaForCausalLM", {"attention_bias": 1}, "attention_bias"),
         ("LlamaForCausalLM", {"is_encoder_decoder": True}, "is_encoder_decoder"),
         ("LlamaForCausalLM", {"some_list": [1]}, "some_list"),

@@ -88,8 +88,22 @@ def test_reach_in_tokens() -> None:
         ({"rope_parameters": {"mrope_section": [8, 12, 12], "rope_type": "default"}}, "mrope_section"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer type"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0.5}}, "original_max_position_embeddings' = 0.5"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 1e308}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {**YARN, "factor": 1e308}}, "factor' = 1e\\+308 stretches 64 positions"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e308}}, "stretches 512 positions"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 10**400}}, "factor"),  # an integer that no float holds
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "default", "frequency_factors": 3}}, "frequency factors"),
+        ({"rope_scaling": {"rope_type": "default", "frequency_factors": ["1"] * 32}}, "frequency_factors"),
     ],
 )
 def test_what_is_not_implemented_is_named(config: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedConfigError, match=named):
         read_rope(config, 64, 512)
+
+
+def test_more_positions_than_rows_can_carry_are_refused() -> None:
+    with pytest.raises(UnsupportedConfigError, match="max_position_embeddings"):
+        read_rope({}, 64, 2**31)
+    assert read_rope({}, 64, 2**31 - 1)[1] == 2**31 - 1

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_kit import expected_logits, network, prompt, save
 from deepinfer.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedConfigError, UnsupportedFormatError
 from deepinfer.models import load_model, resolve_model
+from deepinfer.models.loaders.safetensors_source import SafetensorsSource, find_safetensors
 from model_driver import Driver
 
 
@@ -286,3 +287,37 @@ def test_generation_config_and_template_are_found() -> None:
     before = found.revision
     edit(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}))
     assert resolve_model(str(directory)).revision != before
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a":' * 100_000, '{"vocab_size": ' + "9" * 5000 + "}", "\xff{"],
+    ids=["nested-too-deeply", "more-digits-than-python-reads", "not-utf8"],
+)
+def test_files_that_are_no_readable_json_are_named(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [
+        (b"[" * 100_000, "header is not valid"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}', "an entry without data_offsets"),
+    ],
+    ids=["nested-too-deeply", "infinite-offset"],
+)
+def test_a_hostile_header_is_refused(header: bytes, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=named):
+        SafetensorsSource([file])
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/tmp/model.safetensors", "a/../../model.safetensors"])
+def test_an_index_does_not_lead_out_of_its_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="lies outside of the checkpoint's directory"):
+        find_safetensors(tmp_path)

@@ -9,6 +9,7 @@ for private fields.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from ``path``; ``CheckpointError`` names the file if it is not one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -132,7 +133,7 @@ def optional_float(config: Mapping[str, Any], name: str, default: float) -> floa
     value = config.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise UnsupportedConfigError(f"config field {name!r} must be a positive number, found {value!r}")
     return float(value)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import UnsupportedConfigError
@@ -11,6 +12,7 @@ from ..kernels.rope import RopeParameters
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
 """Config fields that ``read_rope`` interprets: a family that calls it names them as known."""
 
+_MOST_POSITIONS = 2**31 - 1  # positions are int32 wherever rows carry them
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "frequency_factors"}
 _PER_TYPE: dict[str, set[str]] = {
@@ -30,9 +32,19 @@ def _number(fields: Mapping[str, Any], name: str, default: float | None = None) 
         if default is None:
             raise UnsupportedConfigError(f"config field 'rope_parameters.{name}' is missing for rope_type {fields.get('rope_type')!r}")
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise UnsupportedConfigError(f"config field 'rope_parameters.{name}' must be a positive number, found {value!r}")
     return float(value)
+
+
+def _stretched(length: int, factor: float) -> int:
+    """``length`` positions stretched ``factor`` times."""
+    reach = length * factor
+    if reach > _MOST_POSITIONS:
+        raise UnsupportedConfigError(
+            f"config field 'rope_parameters.factor' = {factor!r} stretches {length} positions beyond {_MOST_POSITIONS}"
+        )
+    return int(reach)
 
 
 def _optional(fields: Mapping[str, Any], name: str) -> float | None:
@@ -63,6 +75,8 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_position: int, defau
     ``linear``, ``dynamic`` and ``yarn`` reach ``factor`` times the trained length; ``llama3`` states the stretched length
     itself. Raises ``UnsupportedConfigError`` naming the field for other types, partial rotation and unknown fields.
     """
+    if max_position > _MOST_POSITIONS:
+        raise UnsupportedConfigError(f"config field 'max_position_embeddings' = {max_position} is above {_MOST_POSITIONS}")
     fields = _fields(config)
     kind = fields["rope_type"]
     if kind not in _TYPES:
@@ -75,21 +89,27 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_position: int, defau
         raise UnsupportedConfigError(f"config field 'rope_parameters.{unknown[0]}' is not implemented for rope_type {kind!r}")
     theta = _number(fields, "rope_theta", default_theta)
     factors = fields.get("frequency_factors")
-    if factors is not None and len(factors) != head_dim // 2:
-        raise UnsupportedConfigError(f"rope frequency factors: expected {head_dim // 2} values, found {len(factors)}")
-    shared = tuple(float(value) for value in factors) if factors is not None else None
+    if factors is not None and (not isinstance(factors, Sequence) or len(factors) != head_dim // 2):
+        found = len(factors) if isinstance(factors, Sequence) else repr(factors)
+        raise UnsupportedConfigError(f"rope frequency factors: expected {head_dim // 2} values, found {found}")
+    shared = tuple(_number({"frequency_factors": value}, "frequency_factors") for value in factors) if factors is not None else None
     trained = int(_number(fields, "original_max_position_embeddings", float(max_position)))
+    if not 1 <= trained <= _MOST_POSITIONS:
+        named = fields["original_max_position_embeddings"]
+        raise UnsupportedConfigError(
+            f"config field 'rope_parameters.original_max_position_embeddings' = {named!r} must be between 1 and {_MOST_POSITIONS}"
+        )
     if kind == "default":
         return RopeParameters(head_dim, theta, frequency_factors=shared), max_position
     factor = _number(fields, "factor", max_position / trained if kind == "yarn" and max_position > trained else None)
     if factor < 1:
         raise UnsupportedConfigError(f"config field 'rope_parameters.factor' = {factor!r} must be at least 1")
     if kind == "linear":
-        return RopeParameters(head_dim, theta, kind, factor, frequency_factors=shared), int(max_position * factor)
+        return RopeParameters(head_dim, theta, kind, factor, frequency_factors=shared), _stretched(max_position, factor)
     if shared is not None:
         raise UnsupportedConfigError(f"rope frequency factors beside rope_type {kind!r} are not implemented")
     if kind == "dynamic":
-        return RopeParameters(head_dim, theta, kind, factor, max_position), int(max_position * factor)
+        return RopeParameters(head_dim, theta, kind, factor, max_position), _stretched(max_position, factor)
     if kind == "llama3":
         low, high = _number(fields, "low_freq_factor"), _number(fields, "high_freq_factor")
         if low >= high:
@@ -110,4 +130,4 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_position: int, defau
         mscale_all_dim=_optional(fields, "mscale_all_dim"),
         truncate=bool(fields.get("truncate", True)),
     )
-    return parameters, max(max_position, int(trained * factor))
+    return parameters, max(max_position, _stretched(trained, factor))

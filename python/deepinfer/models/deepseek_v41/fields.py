@@ -166,8 +166,9 @@ def read_rope_tables(fields: Mapping[str, Any]) -> tuple[RopeParameters, RopePar
                 f"config fields {theta_name!r} = {flat} and 'rope_parameters.{label}.rope_theta' = {stated} disagree"
             )
         kind = table.get("rope_type", table.get("type", "default"))
-        if kind not in (("default",) if label == "main" else ("default", "yarn")):
-            raise UnsupportedConfigError(f"rope type {kind!r} of the {label} table is not implemented")
+        kinds = ("default",) if label == "main" else ("default", "yarn")
+        if kind not in kinds:
+            raise UnsupportedConfigError(f"rope_type {kind!r} of the {label} table is not implemented; known: {', '.join(kinds)}")
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if table.get(name) not in (None, 1, 1.0):
                 raise UnsupportedConfigError(
@@ -175,8 +176,8 @@ def read_rope_tables(fields: Mapping[str, Any]) -> tuple[RopeParameters, RopePar
                 )
             table.pop(name, None)
         partial, head = table.pop("partial_rotary_factor", None), required_int(fields, "head_dim")
-        if partial is not None and partial * head != width:
-            raise UnsupportedConfigError(f"config fields 'partial_rotary_factor' = {partial} and 'qk_rope_head_dim' = {width} disagree")
+        if partial is not None and (not isinstance(partial, int | float) or partial * head != width):
+            raise UnsupportedConfigError(f"config fields 'partial_rotary_factor' = {partial!r} and 'qk_rope_head_dim' = {width} disagree")
     first, _ = read_rope({"rope_parameters": main}, width, positions, main_theta)
     second, _ = read_rope({"rope_parameters": compress}, width, positions, compress_theta)
     return replace(first, attention_factor=1.0), replace(second, attention_factor=1.0)

@@ -28,7 +28,11 @@ def find_safetensors(directory: Path) -> tuple[Path, ...]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{index}: no 'weight_map' object")
-        files = sorted({directory / str(name) for name in weight_map.values()})
+        names = {str(name) for name in weight_map.values()}
+        for name in names:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise CheckpointError(f"{index}: shard {name!r} lies outside of the checkpoint's directory")
+        files = sorted(directory / name for name in names)
         for file in files:
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing, {index.name} lists it")
@@ -51,14 +55,14 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
             raise CheckpointError(f"{path} is truncated: its header needs {8 + length} bytes, the file has {size}")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: header is not valid ({error})") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: header is not an object")
     header.pop("__metadata__", None)
     try:
         expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: header has an entry without data_offsets") from error
     if size < expected:
         cut = next(name for name, entry in header.items() if 8 + length + entry["data_offsets"][1] > size)
