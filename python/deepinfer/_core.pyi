@@ -120,6 +120,9 @@ class CoreConfig:
     ``host_blocks`` and ``host_slots`` bound the host memory that victims of preemption are swapped to (see ``Core.set_rates``): page
     ``j`` of host block ``b`` in a group is its host page ``b * pages_per_block + j``. Host ids in the ring count from 0.
     ``snapshot_slots``: places for copies of sequences' states, of a model with a ``WindowRule`` and replicas.
+
+    ``device_drafts`` (at most ``max_draft``): draft rows that each decoding sequence asks for in every step without the host knowing
+    their ids; draft ``j`` (from 1) of a sequence carries the id ``-(1 + j)``, and the worker has the drafts.
     """
 
     def __new__(
@@ -131,6 +134,7 @@ class CoreConfig:
         max_model_len: int,
         vocab_size: int,
         max_draft: int = 0,
+        device_drafts: int = 0,
         ring_slots: int = 3,
         max_in_flight: int = 1,
         device_ordered: bool = False,
@@ -172,6 +176,8 @@ class CoreConfig:
     def vocab_size(self) -> int: ...
     @property
     def max_draft(self) -> int: ...
+    @property
+    def device_drafts(self) -> int: ...
     @property
     def ring_slots(self) -> int: ...
     @property
@@ -384,17 +390,22 @@ class Core:
 
     def propose(self, seq: int, tokens: Any) -> bool:
         """Drafts for the next step of a decoding sequence: guesses for the positions after its next planned row. False if there is
-        no such sequence."""
+        no such sequence.
+
+        Raises:
+            ConfigError: drafts are made on the device (``device_drafts``).
+        """
 
     def set_draft_budget(self, rows: int) -> None:
-        """Most draft rows of one step over all sequences, from the next ``schedule`` on."""
+        """Most draft rows of one step over all sequences, from the next ``schedule`` on. Drafts of the device have rows beyond it
+        (header word 26 against 21): the worker chooses which are verified."""
 
     def set_ngram(self, tokens: int, *, shortest: int = 2, longest: int = 4, candidates: int = 16, catch_up: int = 16_384) -> None:
         """Turns prompt lookup on: up to ``tokens`` drafts a sequence, copied from where its newest ``shortest`` to ``longest`` tokens
         occurred before. A pass looks at ``candidates`` occurrences a sequence at most and enters ``catch_up`` positions in all.
 
         Raises:
-            ConfigError: a value is out of range, or ``tokens`` is above ``max_draft``.
+            ConfigError: a value is out of range, ``tokens`` is above ``max_draft``, or drafts are made on the device.
         """
 
     def propose_ngram(self) -> int:

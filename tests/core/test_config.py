@@ -21,6 +21,7 @@ def test_values_come_back() -> None:
         True,
         True,
     )
+    assert make_config(max_draft=2, device_drafts=2).device_drafts == 2 and config.device_drafts == 0
     group = _core.PagedGroup(page_tokens=64, num_pages=9, sources=[(64, 128), (32, 8)])
     assert (group.page_tokens, group.num_pages, group.sources) == (64, 9, [(64, 128), (32, 8)])
     state = _core.StateGroup(stored=10, dropped=20, replicas=1, ring=134, cut=128)
@@ -172,6 +173,7 @@ def test_layout_follows_the_contract() -> None:
         "snapshot_in": 2 * seqs,
         "tokens": rows,
         "accepted": seqs,
+        "verified": seqs,
     }
     assert core.slot_maps() == [(0, 16)]
     assert core.table_columns() == [0, columns]
@@ -187,3 +189,12 @@ def test_one_slot_map_for_each_group_and_entry_count() -> None:
     assert core.slot_maps() == [(0, 64), (0, 128), (1, 64)]
     assert core.table_columns() == [0, 2, 6]
     core.register_ring(make_ring(core))
+
+
+def test_drafts_of_the_device_are_the_only_ones() -> None:
+    core = _core.Core(make_config(max_draft=3, device_drafts=2))
+    for call in (lambda: core.propose(1, [1]), lambda: core.set_ngram(2)):
+        with pytest.raises(ConfigError, match="device_drafts is 2"):
+            call()
+    with pytest.raises(ConfigError, match="device_drafts"):
+        _core.Core(make_config(max_draft=1, device_drafts=2))

@@ -170,7 +170,7 @@ pub struct CoreConfig {
 impl CoreConfig {
     #[new]
     #[pyo3(signature = (
-        *, groups, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft = 0, ring_slots = 3,
+        *, groups, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft = 0, device_drafts = 0, ring_slots = 3,
         max_in_flight = 1, device_ordered = false, prefix_caching = true, event_capacity = 0, max_chunk_tokens = 0, chunk_align = 1,
         step_policy = None, all_interval = 70, any_interval = 100, chunk_budget_ns = None, chunk_cost = (0.0, 0.0, 0.0, 0.0),
         bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, handover_lease_ns = 60_000_000_000,
@@ -187,6 +187,7 @@ impl CoreConfig {
         max_model_len: u32,
         vocab_size: u32,
         max_draft: u32,
+        device_drafts: u32,
         ring_slots: u32,
         max_in_flight: u32,
         device_ordered: bool,
@@ -271,6 +272,7 @@ impl CoreConfig {
                 host_blocks,
                 host_slots,
                 snapshot_slots,
+                device_drafts,
             },
         })
     }
@@ -303,6 +305,11 @@ impl CoreConfig {
     #[getter]
     fn max_draft(&self) -> u32 {
         self.config.limits.max_draft
+    }
+
+    #[getter]
+    fn device_drafts(&self) -> u32 {
+        self.config.device_drafts
     }
 
     #[getter]

@@ -302,7 +302,8 @@ impl Core {
 
     fn propose(&self, py: Python<'_>, seq: u64, tokens: &Bound<'_, PyAny>) -> PyResult<bool> {
         let drafts = prepared::tokens(tokens, self.vocab)?;
-        self.with(py, |inner| inner.scheduler.propose(Seq::from_u64(seq), &drafts))
+        self.with(py, |inner| inner.scheduler.propose(Seq::from_u64(seq), &drafts))?
+            .map_err(|refused| error::raise(py, &refused))
     }
 
     fn set_draft_budget(&self, py: Python<'_>, rows: u32) -> PyResult<()> {

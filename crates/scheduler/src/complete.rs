@@ -206,6 +206,7 @@ impl Scheduler {
         let Self { lanes, kv, ring, hash_queue, irregular, metrics, .. } = self;
         let tokens = ring.get(launch.slot, F::Tokens);
         let accepted = &ring.get(launch.slot, F::Accepted)[..n];
+        let verified = &ring.get(launch.slot, F::Verified)[..n];
         irregular.clear();
         let vocab = self.limits.vocab_size;
         // Asked of all at once; where there is one, each sequence is looked at.
@@ -256,7 +257,8 @@ impl Scheduler {
             made += got;
             kept_drafts += got - 1;
             if !UNIFORM && asked > 1 {
-                metrics.drafts.note(asked as usize - 1, kept - 1);
+                let verified = if launch.chosen { verified[index as usize] as usize } else { asked as usize - 1 };
+                metrics.drafts.note(verified, kept - 1);
             }
         }
         metrics.output_tokens += u64::from(made);
@@ -301,7 +303,9 @@ impl Scheduler {
         };
         self.metrics.accepted += u64::from(count.saturating_sub(1));
         if asked > 1 {
-            self.metrics.drafts.note(asked as usize - 1, count.saturating_sub(1) as usize);
+            let verified = self.ring.get(launch.slot, F::Verified)[index as usize];
+            let drafts = if launch.chosen { verified as usize } else { asked as usize - 1 };
+            self.metrics.drafts.note(drafts, count.saturating_sub(1) as usize);
         }
         let token = self.ring.get(launch.slot, F::Tokens)[sample];
         self.close_row(seq, row, token, count, finish, lane)

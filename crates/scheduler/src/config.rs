@@ -152,6 +152,8 @@ pub struct Config {
     pub snapshot_slots: u32,
     /// Steps that may be planned and not completed: 1 = serial, 2 = the next one is planned while the device runs one.
     pub max_in_flight: u32,
+    /// Draft rows of each decoding sequence whose ids the worker has on the device; 0 = off, then drafts come by `propose`.
+    pub device_drafts: u32,
 }
 
 /// Why a configuration cannot work.
@@ -228,6 +230,9 @@ pub enum ConfigError {
         /// Given value.
         value: String,
     },
+    /// Drafts have one origin.
+    #[error("drafts are made on the device (device_drafts is {0}): propose none, or set device_drafts to 0")]
+    DeviceDrafts(u32),
     /// The tables alone would not fit the memory of this machine.
     #[error(
         "the scheduler's own tables would take {0} bytes, which cannot be had: lower max_num_seqs, max_model_len, num_pages, \
@@ -447,6 +452,7 @@ impl Config {
         at_least("vocab_size", limits.vocab_size.into(), 1)?;
         below("vocab_size", limits.vocab_size.into(), 1 << 31)?;
         below("max_draft", limits.max_draft.into(), 256)?;
+        below("device_drafts", self.device_drafts.into(), u64::from(limits.max_draft) + 1)?;
         at_least("ring_slots", self.ring_slots.into(), 3)?;
         below("ring_slots", self.ring_slots.into(), 64)?;
         below("host_slots", self.host_slots.into(), 1 << 31)?;

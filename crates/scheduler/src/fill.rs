@@ -108,6 +108,8 @@ impl Scheduler {
         self.fill_swaps(slot);
         self.fill_snapshots(slot);
         launch.samples = totals.samples;
+        launch.chosen = totals.drafts as u32 > self.verified;
+        self.verified = 0;
         self.launches[parity(self.step)] = launch;
         self.commands.clear();
         self.launched(slot);
@@ -370,6 +372,7 @@ impl Scheduler {
         to[header::GRAMMAR_ROWS] = totals.grammar;
         to[header::PROMPT_LOGPROBS] = i32::from(totals.logprobs);
         to[header::DRAFT_ROWS] = totals.drafts;
+        to[header::VERIFIED] = totals.drafts.min(self.verified as i32);
         to[header::PLACEHOLDERS] = totals.placeholders;
     }
 

@@ -109,9 +109,7 @@ impl Scheduler {
         let Lanes { rows, planned, last, drafts, open, blocks, state, .. } = &mut self.lanes;
         let rows = &rows[run.clone()];
         drafts[run.clone()].fill(0);
-        for (last, &rows) in last[run.clone()].iter_mut().zip(rows) {
-            *last = -(rows as i32);
-        }
+        last[run.clone()].fill(-1);
         for (planned, &rows) in planned[run.clone()].iter_mut().zip(rows) {
             *planned += rows;
         }

@@ -353,7 +353,8 @@ impl Scheduler {
             mid |= !done;
         }
         let lanes = decoding as u32 + finished;
-        let drafts = lanes.saturating_mul(self.limits.max_draft).min(self.draft_budget);
+        let budget = if self.device_drafts > 0 { u32::MAX } else { self.draft_budget };
+        let drafts = lanes.saturating_mul(self.limits.max_draft).min(budget);
         let want = mid || !self.waiting.is_empty();
         Ballot {
             want,

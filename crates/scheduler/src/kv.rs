@@ -19,12 +19,19 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
-    pub fn new(slots: usize, row_blocks: usize, block_tokens: usize, max_draft: usize) -> Self {
+    pub fn new(slots: usize, row_blocks: usize, block_tokens: usize, max_draft: usize, device_drafts: bool) -> Self {
+        let mut drafts = vec![0; slots * max_draft + WIDE];
+        if device_drafts {
+            // Nobody proposes: every slot has the placeholders -2, -3, ... for good.
+            for of_slot in drafts[..slots * max_draft].chunks_exact_mut(max_draft) {
+                of_slot.iter_mut().zip(2_i32..).for_each(|(to, nth)| *to = -nth as u32);
+            }
+        }
         Self {
             rows: vec![Block::NULL; slots * row_blocks],
             row_blocks,
             open: vec![0; slots * 2 * block_tokens],
-            drafts: vec![0; slots * max_draft + WIDE],
+            drafts,
             max_draft,
             block_tokens,
             mask: 2 * block_tokens - 1,

@@ -63,7 +63,7 @@ pub(crate) struct Lanes {
     pub target: Vec<u32>,
     /// Tokens (prompt and output) at which the sequence ends.
     pub limit: Vec<u32>,
-    /// Newest token of a decoding lane; while it is being drawn, `-1 - r` for the last sampling row `r` it has in the newest step.
+    /// Newest token of a decoding lane; −1 while it is being drawn.
     pub last: Vec<i32>,
     /// Block that position `planned` lies in, once the row has it.
     pub open: Vec<u32>,

@@ -68,6 +68,8 @@ pub mod header {
     pub const SNAPSHOT_OUT: usize = 24;
     /// Snapshots copied back.
     pub const SNAPSHOT_IN: usize = 25;
+    /// Draft rows that are verified. Fewer than there are: the worker chooses them.
+    pub const VERIFIED: usize = 26;
 }
 
 /// Bits of `seq_flags`.
@@ -111,10 +113,11 @@ pub(crate) enum F {
     SnapshotIn,
     Tokens,
     Accepted,
+    Verified,
 }
 
 /// Number of fixed fields.
-pub(crate) const FIXED: usize = F::Accepted as usize + 1;
+pub(crate) const FIXED: usize = F::Verified as usize + 1;
 
 /// Capacities behind the words.
 #[derive(Clone, Debug)]
@@ -172,6 +175,7 @@ impl Layout {
         put(F::SnapshotIn, "snapshot_in", 2 * seqs, &mut fields);
         put(F::Tokens, "tokens", samples, &mut fields);
         put(F::Accepted, "accepted", seqs, &mut fields);
+        put(F::Verified, "verified", seqs, &mut fields);
         Self { fields, fixed, first_map, deltas, clones }
     }
 }

@@ -195,6 +195,9 @@ impl Scheduler {
     /// [`ConfigError`]: a value is out of range; nothing has changed then.
     pub fn set_ngram(&mut self, config: NgramConfig) -> Result<(), ConfigError> {
         config.check(self.limits.max_draft)?;
+        if self.device_drafts > 0 {
+            return Err(ConfigError::DeviceDrafts(self.device_drafts));
+        }
         self.ngram = Some(Box::new(Ngram::new(config, self.limits.max_num_seqs as usize + 1)));
         Ok(())
     }

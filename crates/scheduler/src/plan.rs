@@ -71,6 +71,8 @@ pub(crate) struct Launch {
     /// That of the lanes at the launch.
     pub version: u64,
     pub samples: usize,
+    /// Of its draft rows the worker chooses those that are verified.
+    pub chosen: bool,
 }
 
 impl Launch {
@@ -89,6 +91,7 @@ impl Launch {
         self.sample_off.clear();
         self.decoding = 0;
         self.samples = 0;
+        self.chosen = false;
         self.uniform = true;
     }
 
@@ -261,7 +264,10 @@ impl Scheduler {
         }
         let decode_rows = self.lanes.rows[..decoding].iter().sum::<u32>();
         let mut left = budget.saturating_sub(decode_rows);
-        if std::mem::take(&mut self.proposed) {
+        if self.device_drafts > 0 {
+            self.want_device_drafts();
+            left = self.plan_drafts(left, kind);
+        } else if std::mem::take(&mut self.proposed) {
             left = self.plan_drafts(left, kind);
         }
         if kind == Rows::Both {
@@ -324,6 +330,15 @@ impl Scheduler {
         self.metrics.preemptions != before
     }
 
+    /// Every decoding lane asks for its drafts, whether or not the device has some by then; masks of a grammar need ids that the
+    /// host knows.
+    fn want_device_drafts(&mut self) {
+        let Lanes { drafts, flags, decoding, .. } = &mut self.lanes;
+        for (drafts, flags) in drafts[..*decoding].iter_mut().zip(&flags[..*decoding]) {
+            *drafts = if flags & flag::GRAMMAR == 0 { self.device_drafts } else { 0 };
+        }
+    }
+
     /// Draft rows, within their budget and what is left after one row for each lane in prefill; half of it while there are such
     /// lanes. Where not all proposals fit, every lane gets as many rows as the others.
     fn plan_drafts(&mut self, left: u32, kind: Rows) -> u32 {
@@ -333,7 +348,9 @@ impl Scheduler {
         if prefilling > 0 {
             share /= 2;
         }
-        share = share.min(self.draft_budget);
+        if self.device_drafts == 0 {
+            share = share.min(self.draft_budget);
+        }
         let Lanes { rows, drafts, planned, limit, .. } = &mut self.lanes;
         let (rows, drafts) = (&mut rows[..decoding], &mut drafts[..decoding]);
         let (planned, limit) = (&planned[..decoding], &limit[..decoding]);
@@ -364,7 +381,8 @@ impl Scheduler {
                 wanted -= rows - 1 - drafts;
             }
         }
-        self.metrics.drafted += u64::from(wanted);
+        self.verified = wanted.min(self.draft_budget);
+        self.metrics.drafted += u64::from(self.verified);
         left - wanted
     }
 

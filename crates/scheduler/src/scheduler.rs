@@ -137,6 +137,10 @@ pub struct Scheduler {
     pub(crate) proposed: bool,
     /// Most draft rows of one step.
     pub(crate) draft_budget: u32,
+    /// Draft rows of a decoding lane whose ids the device has.
+    pub(crate) device_drafts: u32,
+    /// Draft rows of the step being planned that are verified.
+    pub(crate) verified: u32,
     pub(crate) ngram: Option<Box<Ngram>>,
 }
 
@@ -166,6 +170,7 @@ impl Scheduler {
             geometry.row_blocks as usize,
             geometry.block_tokens as usize,
             config.limits.max_draft as usize,
+            config.device_drafts > 0,
         );
         Ok(Self {
             engine: config.engine,
@@ -208,6 +213,8 @@ impl Scheduler {
             irregular: Vec::with_capacity(seqs),
             proposed: false,
             draft_budget: u32::MAX,
+            device_drafts: config.device_drafts,
+            verified: 0,
             ngram: None,
             geometry,
             layout,
@@ -356,21 +363,27 @@ impl Scheduler {
     /// Proposes tokens for a decoding sequence: guesses for the positions after its next planned row, verified in the next
     /// step that has room for them. While a step is in flight that row is not known either. False if the handle is stale or
     /// the sequence is not decoding. Proposals beyond the configured number are cut.
-    pub fn propose(&mut self, seq: Seq, drafts: &[u32]) -> bool {
+    ///
+    /// # Errors
+    /// [`ConfigError::DeviceDrafts`]: drafts are made on the device.
+    pub fn propose(&mut self, seq: Seq, drafts: &[u32]) -> Result<bool, ConfigError> {
+        if self.device_drafts > 0 {
+            return Err(ConfigError::DeviceDrafts(self.device_drafts));
+        }
         let Some(lane) = self.seqs.lane(seq).filter(|&lane| lane < self.lanes.decoding) else {
             self.metrics.stale += 1;
-            return false;
+            return Ok(false);
         };
         let drafts = &drafts[..drafts.len().min(self.limits.max_draft as usize)];
         let usable = drafts.iter().position(|&t| t >= self.limits.vocab_size).unwrap_or(drafts.len());
         self.kv.tables.set_drafts(self.lanes.state[lane], &drafts[..usable]);
         self.lanes.drafts[lane] = usable as u32;
         self.proposed |= usable > 0;
-        true
+        Ok(true)
     }
 
     /// Most draft rows of one step over all sequences, from the next plan on; without a call there is no bound but the
-    /// configured number per sequence.
+    /// configured number per sequence. Drafts of the device have rows beyond it: the worker chooses which are verified.
     pub fn set_draft_budget(&mut self, rows: u32) {
         self.draft_budget = rows;
     }

@@ -66,7 +66,7 @@ fn steady_decode_allocates_nothing_while_blocks_fill_and_publish() {
         for _ in 0..300 {
             for &seq in &seqs {
                 if draft > 0 {
-                    assert!(scheduler.propose(seq, &[3, 3, 4]));
+                    assert!(scheduler.propose(seq, &[3, 3, 4]).unwrap());
                 }
             }
             step(&mut scheduler, &mut memory, 32, if draft > 0 { 2 } else { 1 });

@@ -6,7 +6,7 @@
 mod common;
 
 use common::{EOS, Rig, VOCAB, config, prompt, state};
-use deepinfer_scheduler::{Config, Event, Prepared, Seq, header};
+use deepinfer_scheduler::{Config, ConfigError, Event, NgramConfig, PrepFlags, Prepared, Seq, header};
 use std::collections::BTreeSet;
 
 const K: u32 = 3;
@@ -29,7 +29,7 @@ fn propose(rig: &mut Rig, seq: Seq, right: usize) -> bool {
     if let Some(wrong) = drafts.get_mut(right) {
         *wrong = (*wrong + 1) % VOCAB;
     }
-    rig.scheduler.propose(seq, &drafts)
+    rig.scheduler.propose(seq, &drafts).unwrap()
 }
 
 fn stored(rig: &mut Rig) -> BTreeSet<u128> {
@@ -111,7 +111,7 @@ fn a_short_step_moves_the_rows_behind_it_back() {
     rig.queue.push_back(two);
     let at = |rig: &Rig, slot, name: &str| rig.memory.get(slot, name)[0];
     assert_eq!((one.rows, two.rows), (4, 4));
-    assert_eq!(at(&rig, two.slot, "ids"), -4, "the last of four rows, if all are accepted");
+    assert_eq!(at(&rig, two.slot, "ids"), -1, "what the last of four rows draws, if all are accepted");
     assert_eq!(at(&rig, two.slot, "pos"), at(&rig, one.slot, "pos") + 4);
     assert_eq!(rig.memory.get(two.slot, "header")[header::DRAFT_ROWS], 3);
     let made = rig.outputs[&seq].len();
@@ -186,4 +186,134 @@ fn drafts_are_dropped_with_the_lane() {
     assert!(rig.scheduler.snapshot().preemptions > 0);
     rig.verify_streams(256);
     rig.verify_empty();
+}
+
+// Drafts of the device
+
+fn device_drafting(in_flight: u32, with_state: bool) -> Config {
+    Config { device_drafts: K, ..drafting(in_flight, with_state) }
+}
+
+#[test]
+fn drafts_of_the_device_leave_what_no_drafting_leaves_whatever_is_verified() {
+    for (with_state, in_flight) in [(false, 1), (true, 1), (false, 2), (true, 2)] {
+        let mut bare = Rig::new(&drafting(1, with_state));
+        let mut rig = Rig::new(&device_drafting(in_flight, with_state));
+        let seqs: Vec<Seq> = (0..4).map(|i| rig.add(&prompt(i.into(), 9 + 3 * i), 40)).collect();
+        let same: Vec<Seq> = (0..4).map(|i| bare.add(&prompt(i.into(), 9 + 3 * i), 40)).collect();
+        bare.run(400);
+        let mut turn = 0;
+        while rig.scheduler.has_work() {
+            // All rows, none, and every number of them in between.
+            rig.scheduler.set_draft_budget(if turn % 3 == 0 { u32::MAX } else { turn % 13 });
+            turn += 1;
+            rig.step();
+        }
+        for (a, b) in seqs.iter().zip(&same) {
+            assert_eq!(rig.outputs[a], bare.outputs[b]);
+        }
+        assert_eq!(stored(&mut rig), stored(&mut bare));
+        rig.verify_empty();
+        let m = rig.scheduler.snapshot();
+        assert!(m.accepted > 20 && m.accepted < m.drafted, "{} of {}", m.accepted, m.drafted);
+        let (asked, taken) = m.drafts.at_positions();
+        assert!(
+            asked[0] > asked[2] && asked.iter().zip(taken).all(|(&asked, taken)| taken <= asked),
+            "{asked:?} {taken:?}"
+        );
+    }
+}
+
+#[test]
+fn the_next_plan_has_rows_for_drafts_that_nobody_knows_yet() {
+    for in_flight in [1, 2] {
+        let mut rig = Rig::new(&device_drafting(in_flight, false));
+        let seq = rig.add_long(&prompt(1, 14), 60);
+        let one = rig.schedule().unwrap();
+        rig.queue.push_back(one);
+        if in_flight == 1 {
+            rig.finish_oldest();
+        }
+        let two = rig.schedule().unwrap();
+        rig.queue.push_back(two);
+        let head = rig.memory.get(two.slot, "header").to_vec();
+        assert_eq!((two.rows, head[header::DRAFT_ROWS], head[header::VERIFIED]), (1 + K, K as i32, K as i32));
+        let ids = rig.memory.get(two.slot, "ids")[..two.rows as usize].to_vec();
+        let first = if in_flight == 1 { rig.stream(seq, 14).tokens[14] as i32 } else { -1 };
+        assert_eq!(ids, [first, -2, -3, -4]);
+        rig.run(200);
+        rig.verify_streams(256);
+        rig.verify_empty();
+    }
+}
+
+#[test]
+fn rows_beyond_the_budget_are_planned_and_not_paid_for() {
+    let mut rig = Rig::new(&device_drafting(1, false));
+    for i in 0..4 {
+        rig.add_long(&prompt(i, 14), 60);
+    }
+    while rig.scheduler.snapshot().decoding < 4 {
+        rig.step();
+    }
+    for (budget, verified) in [(0, 0), (5, 5), (12, 12), (99, 12)] {
+        rig.scheduler.set_draft_budget(budget);
+        let before = rig.scheduler.snapshot().drafted;
+        let plan = rig.schedule().unwrap();
+        let head = rig.memory.get(plan.slot, "header");
+        assert_eq!((plan.rows, head[header::DRAFT_ROWS], head[header::VERIFIED]), (16, 12, verified));
+        assert_eq!(rig.scheduler.snapshot().drafted - before, verified as u64);
+        rig.queue.push_back(plan);
+        rig.finish_oldest();
+    }
+    rig.run(200);
+    rig.verify_streams(256);
+}
+
+#[test]
+fn drafts_of_the_device_stop_where_the_sequence_must_end() {
+    for in_flight in [1, 2] {
+        let mut rig = Rig::new(&device_drafting(in_flight, true));
+        let seqs: Vec<Seq> = (1..=5).map(|n| rig.add_long(&prompt(n.into(), 6), n)).collect();
+        rig.run(200);
+        for (seq, n) in seqs.iter().zip(1..) {
+            assert_eq!(rig.outputs[seq].len(), n);
+        }
+        rig.verify_streams(256);
+        rig.verify_empty();
+    }
+}
+
+#[test]
+fn a_grammar_keeps_the_drafts_of_the_device_away() {
+    let mut rig = Rig::new(&device_drafting(1, false));
+    let flags = PrepFlags { grammar: true, ..PrepFlags::default() };
+    let bound = rig.submit(&Prepared { flags, ..Prepared::new(prompt(1, 6), 12) }, 3).unwrap()[0];
+    rig.inbox.grammar_ready(bound, true).unwrap();
+    let free = rig.add_long(&prompt(2, 6), 12);
+    while rig.scheduler.snapshot().decoding < 2 {
+        rig.step();
+    }
+    let plan = rig.schedule().unwrap();
+    let rows: Vec<i32> = rig.memory.get(plan.slot, "cu_q")[..3].windows(2).map(|w| w[1] - w[0]).collect();
+    let mut sorted = rows.clone();
+    sorted.sort_unstable();
+    assert_eq!(sorted, [1, 1 + K as i32], "{rows:?}");
+    rig.queue.push_back(plan);
+    rig.run(100);
+    assert_eq!((rig.outputs[&bound].len(), rig.outputs[&free].len()), (12, 12));
+}
+
+#[test]
+fn drafts_have_one_origin() {
+    let mut rig = Rig::new(&device_drafting(1, false));
+    let seq = rig.add_long(&prompt(1, 14), 60);
+    rig.step();
+    assert_eq!(rig.scheduler.propose(seq, &[1]), Err(ConfigError::DeviceDrafts(K)));
+    assert_eq!(
+        rig.scheduler.set_ngram(NgramConfig { tokens: 1, ..NgramConfig::default() }),
+        Err(ConfigError::DeviceDrafts(K))
+    );
+    let beyond = Config { device_drafts: K + 1, ..drafting(1, false) };
+    assert!(deepinfer_scheduler::Scheduler::new(&beyond).is_err());
 }

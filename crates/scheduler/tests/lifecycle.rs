@@ -67,7 +67,7 @@ fn a_stale_handle_is_counted_and_does_nothing() {
     rig.inbox.abort(seq).unwrap();
     rig.inbox.grammar_ready(seq, true).unwrap();
     rig.inbox.stop_at(seq, 1, Finish::Stop).unwrap();
-    assert!(!rig.scheduler.propose(seq, &[1]));
+    assert!(!rig.scheduler.propose(seq, &[1]).unwrap());
     rig.run(20);
     assert_eq!(rig.scheduler.snapshot().stale, before + 4);
     assert_eq!(rig.finished[&next], Finish::Length as i32);
@@ -301,7 +301,7 @@ fn drafts_are_verified_ragged_and_rolled_back_exactly() {
                     *wrong = (*wrong + 1) % common::VOCAB;
                 }
                 if rig.status(seq) == Some(Status::Running) {
-                    assert!(rig.scheduler.propose(seq, &drafts));
+                    assert!(rig.scheduler.propose(seq, &drafts).unwrap());
                 }
             }
             rig.step();

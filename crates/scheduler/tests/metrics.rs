@@ -82,7 +82,7 @@ fn drafts_count_by_position_what_was_asked_and_what_was_taken() {
     let mut drafted = 0;
     for _ in 0..4 {
         for (n, &seq) in seqs.iter().enumerate() {
-            if rig.scheduler.propose(seq, &[1, 2, 3][..n]) {
+            if rig.scheduler.propose(seq, &[1, 2, 3][..n]).unwrap() {
                 drafted += n as u64;
             }
         }

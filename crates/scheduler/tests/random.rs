@@ -130,6 +130,9 @@ impl Shape {
         let mut c = config(self.block, self.pages, self.seqs, self.tokens);
         c.limits.max_model_len = MAX_LEN;
         c.limits.max_draft = self.draft;
+        if self.bits & 128 != 0 {
+            c.device_drafts = self.draft;
+        }
         c.policy.chunk = ChunkPolicy::Tokens(self.chunk);
         c.policy.chunk_align = self.align;
         c.policy.headroom_tokens = self.headroom;
@@ -174,6 +177,7 @@ struct World {
     loads: u64,
     saves: u64,
     bypass: u32,
+    device_drafts: bool,
 }
 
 impl World {
@@ -186,7 +190,9 @@ impl World {
         if restores {
             rig.slices = Some(std::collections::HashMap::new());
         }
-        Self { rig, live: Vec::new(), open: Vec::new(), slices, loads: 0, saves: 0, bypass: config.policy.bypass }
+        let device_drafts = config.device_drafts > 0;
+        let bypass = config.policy.bypass;
+        Self { rig, live: Vec::new(), open: Vec::new(), slices, loads: 0, saves: 0, bypass, device_drafts }
     }
 
     fn pick(&self, k: u16) -> Option<Seq> {
@@ -320,6 +326,9 @@ impl World {
     }
 
     fn propose(&mut self, k: u16, n: u32, right: bool) {
+        if self.device_drafts {
+            return self.rig.scheduler.set_draft_budget(if n == 1 { u32::MAX } else { u32::from(k) % (3 * n + 1) });
+        }
         let Some(seq) = self.pick_in(k, Status::Running) else { return };
         // The token of the next planned row is not for the drafter to guess, even where the host does not know it yet.
         let next = self.rig.planned(seq) as usize + 1;
@@ -327,7 +336,7 @@ impl World {
         if !right && let Some(last) = drafts.last_mut() {
             *last = (*last + 1) % common::VOCAB;
         }
-        self.rig.scheduler.propose(seq, &drafts);
+        self.rig.scheduler.propose(seq, &drafts).unwrap();
     }
 
     fn positions(&self, blocks: &[Block], tokens: u32, mut each: impl FnMut(usize, usize, u32)) {

@@ -340,7 +340,7 @@ fn what_a_launched_row_may_have_overwritten_is_not_kept() {
             if draft > 0 && rig.status(seq) == Some(Status::Running) {
                 let next = rig.planned(seq) as usize + 1;
                 let drafts = rig.stream(seq, next + 3).tokens[next..next + 3].to_vec();
-                rig.scheduler.propose(seq, &drafts);
+                rig.scheduler.propose(seq, &drafts).unwrap();
             }
             rig.step();
         }
@@ -404,7 +404,7 @@ fn forks_and_drafts_work_behind_every_kind_of_start() {
                     if rig.status(seq) == Some(Status::Running) {
                         let next = rig.planned(seq) as usize + 1;
                         let drafts = rig.stream(seq, next + 2).tokens[next..next + 2].to_vec();
-                        rig.scheduler.propose(seq, &drafts);
+                        rig.scheduler.propose(seq, &drafts).unwrap();
                     }
                 }
                 rig.step();

@@ -86,6 +86,7 @@ impl Load {
             host_blocks: 0,
             host_slots: 0,
             snapshot_slots: 0,
+            device_drafts: 0,
         };
         let mut scheduler = Scheduler::new(&config).unwrap();
         let fields = scheduler.layout();
@@ -173,7 +174,7 @@ impl Load {
     /// Five drafts for every sequence.
     pub fn propose(&mut self) {
         for &seq in &self.handles {
-            self.scheduler.propose(seq, &[101, 102, 103, 104, 105]);
+            self.scheduler.propose(seq, &[101, 102, 103, 104, 105]).unwrap();
         }
     }
 

@@ -3,7 +3,7 @@
 //! It checks what every row attends to and that nobody writes where another one's KV lies.
 
 use super::window::{Layers, StepRows};
-use super::{Rig, draw, mix};
+use super::{Rig, VOCAB, draw, mix};
 use deepinfer_scheduler::{Config, GroupSpec, Plan, Scheduler, Seq, SlotMap, Status, header, seq_flag};
 use std::collections::{HashMap, HashSet};
 
@@ -67,6 +67,13 @@ impl Stream {
             self.values.push(mix(h, u64::from(token)));
         }
     }
+}
+
+/// Draft rows that are not shared out yet, those that may be verified among them, and what decides.
+struct Draws {
+    left: i32,
+    rows: i32,
+    salt: u64,
 }
 
 impl Device {
@@ -189,6 +196,8 @@ impl Rig {
         let mut accepted = vec![0; seqs];
         let mut produced = vec![0; sample_off[seqs] as usize];
         let (mut decoding, mut drafts, mut placeholders) = (0, 0, 0);
+        let mut verified = vec![0; seqs];
+        let mut draws = Draws { left: head[header::VERIFIED], rows: head[header::DRAFT_ROWS], salt: plan.step.0 };
         for i in 0..seqs {
             let row = state_row[i] as usize;
             let seq = flight.seqs[i];
@@ -212,9 +221,8 @@ impl Rig {
                 );
                 let asked = last.sample_off[before + 1] - last.sample_off[before];
                 let short = asked - last.accepted[before];
-                let r = -1 - ids[start];
-                assert_eq!(r, asked - 1, "the last row it samples there");
-                ids[start] = last.tokens[(last.sample_off[before] + r - short) as usize];
+                assert_eq!(ids[start], -1, "what the last row draws that it samples there");
+                ids[start] = last.tokens[(last.sample_off[before] + asked - 1 - short) as usize];
                 seq_len[i] -= short;
                 rng_pos[samples.clone()].iter_mut().for_each(|p| *p -= short);
                 pos[start..end].iter_mut().for_each(|p| *p -= short);
@@ -227,8 +235,11 @@ impl Rig {
                     }
                 }
             }
-            assert!(ids[start..end].iter().all(|&id| id >= 0), "{seq:?} has an id that nobody knows");
             let first = pos[start] as u32;
+            let chosen =
+                if is_prefill { end - start } else { self.place_drafts(seq, first, &mut ids[start..end], &mut draws) };
+            verified[i] = chosen as i32 - 1;
+            assert!(ids[start..end].iter().all(|&id| id >= 0), "{seq:?} has an id that nobody knows");
             assert_eq!(seq_len[i] as u32, first + (end - start) as u32);
             assert!(flight.ahead || first == flight.confirmed[i], "{seq:?} goes on where its KV ends");
             let request = self.requests[&seq].clone();
@@ -273,6 +284,9 @@ impl Rig {
                 }
                 h = mix(h, u64::from(ids[r] as u32));
                 now.push(h);
+                if r >= start + chosen {
+                    continue;
+                }
                 for (m, map) in maps.iter().enumerate() {
                     let ratio = 1u32 << map.ratio_shift;
                     if !(position + 1).is_multiple_of(ratio) {
@@ -305,7 +319,7 @@ impl Rig {
                     produced[at] = token as i32;
                     accepted[i] += 1;
                     // A draft row counts only if the draft before it was what the model draws.
-                    if s + 1 < samples.len() && ids[source + 1] as u32 != token {
+                    if s + 1 < samples.len() && (ids[source + 1] as u32 != token || s + 1 >= chosen) {
                         break;
                     }
                 }
@@ -334,9 +348,36 @@ impl Rig {
         assert_eq!(decoding as u32, plan.decoding);
         assert_eq!((head[header::DRAFT_ROWS], head[header::PLACEHOLDERS]), (drafts as i32, placeholders));
         self.memory.get_mut(slot, "accepted")[..seqs].copy_from_slice(&accepted);
+        if head[header::DRAFT_ROWS] != head[header::VERIFIED] {
+            assert_eq!(draws.left, 0, "every row that was paid for is used");
+            self.memory.get_mut(slot, "verified")[..seqs].copy_from_slice(&verified);
+        }
         let samples = produced.len();
         self.memory.get_mut(slot, "tokens")[..samples].copy_from_slice(&produced);
         self.device.last = Results { step: plan.step.0, seqs: flight.seqs, sample_off, tokens: produced, accepted };
+    }
+
+    /// Puts the device's drafts in place of their placeholders, right or wrong, and says how many rows of the sequence are verified.
+    fn place_drafts(&mut self, seq: Seq, first: u32, ids: &mut [i32], draws: &mut Draws) -> usize {
+        if ids.get(1).is_none_or(|&id| id >= 0) {
+            return ids.len();
+        }
+        let tokens = self.stream(seq, first as usize + ids.len()).tokens.clone();
+        let luck = mix(mix(draws.salt, seq.to_u64()), u64::from(first));
+        // A sequence whose drafts got lost has some token in their places.
+        let right = if luck.is_multiple_of(5) { 0 } else { luck as usize / 5 % (ids.len() + 1) };
+        for (nth, id) in ids.iter_mut().enumerate().skip(1) {
+            assert_eq!(*id, -1 - nth as i32, "the place of a draft");
+            let token = tokens[first as usize + nth];
+            *id = (if nth <= right { token } else { (token + 1) % VOCAB }) as i32;
+        }
+        let asked = ids.len() as i32 - 1;
+        draws.rows -= asked;
+        // As many as can be, or as few as leave the others no more than they have.
+        let (most, least) = (asked.min(draws.left), (draws.left - draws.rows).max(0));
+        let mine = if luck.is_multiple_of(2) { most } else { least };
+        draws.left -= mine;
+        1 + mine as usize
     }
 
     /// The step that ran last turns out to have written nonsense: tokens, and KV and state of every row. Whose rows.

@@ -101,6 +101,7 @@ pub fn config(block: u32, pages: u32, seqs: u32, tokens: u32) -> Config {
         host_blocks: 0,
         host_slots: 0,
         snapshot_slots: 0,
+        device_drafts: 0,
     }
 }
 
