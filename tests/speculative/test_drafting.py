@@ -168,7 +168,19 @@ def test_settings_out_of_range_are_named(device: str) -> None:
     ):
         with pytest.raises(ConfigError, match=r"speculative|num_draft_tokens|ngram_m|draft_budget"):
             make_engine("nowhere", device, **bad)
-    assert SpeculativeSettings("ngram").num_draft_tokens == 4
+    assert SpeculativeSettings("ngram").resolved("toy", 0).num_draft_tokens == 4
+
+
+def test_drafts_of_a_model_need_its_stages(device: str) -> None:
+    assert SpeculativeSettings("dspark").resolved("toy", 5).num_draft_tokens == 5
+    assert SpeculativeSettings("dspark", 2, temperatures=(1.0, 2.0)).resolved("toy", 5).num_draft_tokens == 2
+    for settings, can, match in (
+        (SpeculativeSettings("dspark"), 0, "toy has none"),
+        (SpeculativeSettings("dspark", 6), 5, "above the 5 drafts"),
+        (SpeculativeSettings("dspark", temperatures=(1.0, 2.0)), 5, "2 temperatures for 5 drafts"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            settings.resolved("toy", can)
 
 
 def test_lengths_are_counted_by_place() -> None:

@@ -15,7 +15,7 @@ from deepinfer.engine import environ
 from deepinfer.errors import ConfigError, UnsupportedFormatError
 from deepinfer.models.base import CacheForm, Truncation
 from deepinfer.platforms import Platform, get_platform
-from deepinfer.speculative import SpeculativeSettings
+from deepinfer.speculative import OFF, SpeculativeSettings
 
 EngineType = Literal["normal", "prompt", "completion"]
 TransferKind = Literal["shm", "tcp"]
@@ -79,8 +79,10 @@ class EngineConfig:
         handover_lease: seconds that a hand-over may take; what is held for it is free after that.
         zero_overhead: plan and launch the next step while the device runs this one; results are the same either way. ``None`` =
             ``DEEPINFER_ZERO_OVERHEAD_SCHEDULING``.
-        speculative: ``ngram`` proposes drafts by prompt lookup (see `deepinfer.speculative`); results are the same, ``None`` = no drafts.
-        num_draft_tokens: most drafts of a sequence and step.
+        speculative: ``ngram`` proposes drafts by prompt lookup, ``dspark`` by the draft stages of a checkpoint that has them (see
+            `deepinfer.speculative`); results are the same. ``off`` = no drafts; ``None`` = ``dspark`` where ``USE_NEXTN_DECODE`` asks
+            for it and the model can, else no drafts.
+        num_draft_tokens: most drafts of a sequence and step; ``None`` = 4 by prompt lookup, all that the model's stages make.
         ngram_min, ngram_max: how many of the newest tokens must have occurred before, and how many are compared at most.
         draft_budget: most draft rows of one step; ``None`` = found from the times of completed steps.
         kv_cache_dtype: how models with compressed caches keep their rows: ``packed`` (FP8 and FP4 records), ``bfloat16`` or
@@ -132,7 +134,7 @@ class EngineConfig:
     handover_lease: float = 60.0
     zero_overhead: bool | None = None
     speculative: str | None = None
-    num_draft_tokens: int = 4
+    num_draft_tokens: int | None = None
     ngram_min: int = 2
     ngram_max: int = 4
     draft_budget: int | None = None
@@ -241,7 +243,7 @@ class EngineConfig:
     @property
     def speculative_settings(self) -> SpeculativeSettings | None:
         """Drafting as it was asked for, ``None`` without."""
-        if self.speculative is None:
+        if self.speculative is None or self.speculative == OFF:
             return None
         return SpeculativeSettings(self.speculative, self.num_draft_tokens, self.ngram_min, self.ngram_max, self.draft_budget)
 

@@ -25,7 +25,7 @@ from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
 from deepinfer.engine.hooks import START_KINDS, Admission, EngineHooks
 from deepinfer.engine.image_input import check_images, image_processor
 from deepinfer.engine.interrupt import hold_interrupts, to_the_end
-from deepinfer.engine.model_options import block_tokens, configure_model
+from deepinfer.engine.model_options import block_tokens, configure_model, drafting_of
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
@@ -52,7 +52,7 @@ from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, ModelOptions, PagedGroup, StateGroup, TableModel
 from deepinfer.models.contract import checked_groups
 from deepinfer.outputs import FinishReason
-from deepinfer.speculative import NgramDrafting
+from deepinfer.speculative import Drafting, ModelDrafting, NgramDrafting, SpeculativeSettings
 from deepinfer.worker import sync_guard
 from deepinfer.worker.device_queue import StepTimes, make_queue
 from deepinfer.worker.logprobs import HostLogprobs
@@ -89,6 +89,7 @@ class Engine(EngineHooks):
         progress: called with (bytes loaded, bytes in all) while weights load.
 
     Attributes:
+        speculative: drafting as it holds for the model, ``None`` = none.
         config, run: settings as given, and as they hold on this machine; ``options``: those of the model.
         plan: KV pools; ``images``: how the model wants its images, ``None`` if it takes none.
         swap: host memory for preempted sequences.
@@ -111,7 +112,8 @@ class Engine(EngineHooks):
         weights = weight_bytes(self.resolved, self.run.dtype)
         check_weights(self.run, weights)
         self.model: Model = load_model(self.resolved, self.run.dtype, self.run.device, config.load_format, config.seed, progress)
-        self.options: ModelOptions = configure_model(config, self.model, self._max_draft)
+        self.speculative: SpeculativeSettings | None = drafting_of(config, self.model)
+        self.options: ModelOptions = configure_model(config, self.model, self._max_draft, self._device_drafts > 0)
         paged, state = checked_groups(self.model, block_tokens(config, self.model))
         self._state = state
         self.plan: KvPlan = plan_kv(config, self.run, paged, state, self.model.max_position, self.model.vocab_size)
@@ -132,8 +134,10 @@ class Engine(EngineHooks):
         self._rates = SwapRates(self._core, self._runner.measure_swap())
         self._log = StepLog(self.metrics, 0.0 if self.run.quiet else INTERVAL)
         self._trace: StepTrace | None = None
-        speculative = config.speculative_settings
-        drafting = None if speculative is None else NgramDrafting(self._core, speculative, self.run.max_num_batched_tokens)
+        drafting: Drafting | None = None
+        if self.speculative is not None:
+            make = NgramDrafting if self.speculative.method == "ngram" else ModelDrafting
+            drafting = make(self._core, self.speculative, self.run.max_num_batched_tokens)
         self._loop = StepLoop(self._core, self._runner, self._depth, self, self.counters, drafting)
         self._answers: dict[int, _Answer] = {}
         self._requests: dict[str, list[int]] = {}
@@ -154,8 +158,11 @@ class Engine(EngineHooks):
 
     @property
     def _max_draft(self) -> int:
-        settings = self.config.speculative_settings
-        return 0 if settings is None else settings.num_draft_tokens
+        return 0 if self.speculative is None else self.speculative.num_draft_tokens or 0
+
+    @property
+    def _device_drafts(self) -> int:
+        return 0 if self.speculative is None or self.speculative.method == "ngram" else self._max_draft
 
     @property
     def _num_slots(self) -> int:
@@ -176,6 +183,7 @@ class Engine(EngineHooks):
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             max_draft=self._max_draft,
+            device_drafts=self._device_drafts,
             ring_slots=RING_SLOTS,
             max_in_flight=self._depth,
             host_blocks=self.swap.blocks,
@@ -226,6 +234,8 @@ class Engine(EngineHooks):
             slot_maps=[(m[0], m[1]) for m in self._core.slot_maps()],
             keep_tokens=None if self.options.truncation == "off" else self.options.keep_tokens,
             compact=self.options.truncation == "compact",
+            device_drafts=self._device_drafts,
+            draft_temperatures=() if self.speculative is None else self.speculative.temperatures,
         )
         return ModelRunner(
             self.model,

@@ -36,6 +36,13 @@ def _positive(text: str) -> int:
     return n
 
 
+def _temperatures(text: str) -> tuple[float, ...]:
+    values = tuple(float(part) for part in text.split(",")) if text.strip() else ()
+    if not all(0 < value < float("inf") for value in values):
+        raise ValueError("use positive numbers with commas between them, one for each draft")
+    return values
+
+
 @dataclass(frozen=True)
 class Switch:
     """One variable: how it is read, what holds without it, and why it exists."""
@@ -72,6 +79,14 @@ SWITCHES: tuple[Switch, ...] = (
         _positive,
         None,
         "rows a step may write past the last one that counts; unset = what drafts need",
+    ),
+    Switch("USE_NEXTN_DECODE", "0 | 1", _bool, False, "draft with the stages of a checkpoint that has some, if `speculative` is left out"),
+    Switch(
+        "DFLASH_CONFIDENCE_HEAD_TEMPERATURE",
+        "numbers with commas",
+        _temperatures,
+        (),
+        "what the confidence in each draft of such stages is divided by before drafts are chosen by it; unset = 1",
     ),
     Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),
 )

@@ -200,7 +200,7 @@ class StepLoop:
         c.complete_s += completed - waited
         c.prefill_tokens += result.header.rows - result.header.decodes
         c.generated_tokens += result.header.samples - result.header.draft_rows
-        c.draft_rows += result.header.draft_rows
+        c.draft_rows += result.header.verified
         if times is not None:
             device, idle = times.commands + times.forward + times.sample, 0.0 if launched.rested else times.idle
             c.device_s += device
@@ -226,8 +226,9 @@ class StepLoop:
         """Times of steps with prompts or new sequences in them say nothing about drafts."""
         header = result.header
         if header.kind == KIND_DECODE and not header.admitted:
-            rows, accepted = np.diff(launched.sample_off), launched.step.slot.a["accepted"][: header.seqs]
-            drafting.completed(rows, accepted, header.rows, times.forward * 1e3, times.sample * 1e3)
+            a = launched.step.slot.a
+            rows = a["verified"][: header.seqs] + 1 if header.cut else np.diff(launched.sample_off)
+            drafting.completed(rows, a["accepted"][: header.seqs], header.rows - header.cut, times.forward * 1e3, times.sample * 1e3)
 
     def drop_all(self) -> None:
         """Fails every step in flight, wherever in a turn an interrupt came; returns once the device is done with them.

@@ -13,7 +13,7 @@ batch's host integers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
@@ -115,6 +115,7 @@ class ModelOptions:
         max_backtracking: most rows one step may write past the last one that counts.
         max_draft: most drafts of a sequence and step.
         table_cache_bytes: host memory for rows of tables that stay in their files, all tables together.
+        drafts: whether the model makes them itself (``Drafter``), so that what it needs for that must be kept from the first row on.
     """
 
     cache_form: CacheForm = "auto"
@@ -123,6 +124,7 @@ class ModelOptions:
     max_backtracking: int | None = None
     max_draft: int = 0
     table_cache_bytes: int | None = None
+    drafts: bool = False
 
 
 @dataclass
@@ -210,6 +212,51 @@ class StatefulModel(Model, Protocol):
 
         ``rejected`` int32 ``[n]``: last rows of each sequence that are drafts not taken; ``None`` = no draft rows. From here on
         the rows before them are what the sequence consists of: the place to copy state at a boundary.
+        """
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Sequences of a step that have drawn a token, on the device: the ``m`` places to draft behind."""
+
+    sequence: torch.Tensor  # int64 [m], index in the step
+    token: torch.Tensor  # int64 [m], the newest token of each
+    position: torch.Tensor  # int64 [m], its position; the rows before it are what the sequence consists of
+    row: torch.Tensor  # int64 [m], row of the step that it was drawn from
+
+
+DrawDrafts = Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
+"""``draw(logits, nth, before)``: tokens int64 ``[m]`` for draft ``nth`` (from 0) of each place, from logits float32 ``[m, vocab]`` (may be
+changed) under the request's own sampling; ``before`` int64 ``[m, nth]`` are the drafts already made."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """``ids`` int64 ``[m, k]``: tokens for the positions behind the newest one; ``confidence`` float32 ``[m, k]``: logits of the
+    probability that each is right if those before it are, made without looking at the draft itself."""
+
+    ids: torch.Tensor
+    confidence: torch.Tensor
+
+
+@runtime_checkable
+class Drafter(Model, Protocol):
+    """A model that makes drafts itself, once a step's tokens are drawn. A wrong draft costs time, never a token.
+
+    Of steps with drafts the batch's ``cu_q_host`` and ``seq_len_host`` are bounds: how many rows each sequence has is decided on the
+    device.
+    """
+
+    draft_tokens: int
+    """Drafts of one call, ``k``; 0 = this checkpoint has nothing to draft with."""
+
+    def draft(
+        self, batch: ForwardBatch, hidden: torch.Tensor, new: NewTokens, kv: dict[str, torch.Tensor], draw: DrawDrafts, count: int
+    ) -> Drafts:
+        """Called in the device's order behind ``forward`` and ``end_step`` of ``batch``, whose ``hidden`` ``[T, d]`` it is.
+
+        ``count``: drafts wanted of each place, at most ``draft_tokens``. State may hold nothing for positions of a sequence that came
+        with KV from elsewhere: its drafts may be poor, not undefined.
         """
 
 

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from deepinfer.models.base import ForwardBatch, StateRows
+from deepinfer.worker.device_drafts import Chosen, DraftTable
 from deepinfer.worker.resolve import SlotMap, StepRows, StepTokens, owner, resolve
 from deepinfer.worker.state_places import StateCounts, state_rows
 from deepinfer.worker.step_ring import Header, RingSlot
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """What sampling needs of a step's rows as they were planned; tensors on the device.
+
+    ``ids`` ``[T]``: resolved, drafts in place; ``rng_pos`` int64, position of the token that each sampling row draws; ``chosen``: which
+    rows run, ``None`` = all.
+    """
+
+    ids: torch.Tensor
+    rng_pos: torch.Tensor
+    chosen: Chosen | None = None
 
 
 class InputBatch:
@@ -37,11 +52,16 @@ class InputBatch:
             self.table[row.long(), column.long()] = page
 
     def build(
-        self, slot: RingSlot, header: Header, before: StepTokens | None = None, counts: StateCounts | None = None
-    ) -> tuple[ForwardBatch, torch.Tensor]:
-        """The forward's arguments of a step whose inputs have been uploaded and whose deltas have been applied, and the positions
-        of the tokens to be drawn (int64, one per sampling row). ``before``: what the preceding step left, for what is unresolved;
-        ``counts``: of the step's own fields, of a model with state.
+        self,
+        slot: RingSlot,
+        header: Header,
+        before: StepTokens | None = None,
+        counts: StateCounts | None = None,
+        drafts: DraftTable | None = None,
+    ) -> tuple[ForwardBatch, SampledRows]:
+        """The forward's arguments of a step whose inputs have been uploaded and whose deltas have been applied, and what sampling
+        needs of it. ``before``: what the preceding step left, for what is unresolved; ``counts``: of the step's own fields, of a
+        model with state; ``drafts``: those of a model that makes them.
         """
         d, rows, n = slot.d, header.rows, header.seqs
         table = self.table.index_select(0, d["state_row"][:n])
@@ -59,11 +79,29 @@ class InputBatch:
             offsets = d["cu_q"][: n + 1], d["sample_off"][: n + 1]
             in_order = rows == n and np.array_equal(slot.a["source_row"][:n], self._counting[:n])
             resolve(step, before, d["prev_seq"][:n], d["source_row"][:n], *offsets, self._slot_maps, in_order)
+        cu_q, row = d["cu_q"][: n + 1], None
+        chosen: Chosen | None = None
+        if drafts is not None and header.draft_rows:
+            row, slots = owner(cu_q, rows), d["state_row"][:n].long()
+            step.ids = drafts.fill(step.ids, step.pos, slots.index_select(0, row))
+            if header.cut:
+                chosen = drafts.choose(step, cu_q, slots, header.decodes, header.cut)
+        sampled = SampledRows(step.ids, step.rng_pos, chosen)
+        if chosen is not None:
+            row, cu_q = owner(chosen.cu_q, rows - header.cut), chosen.cu_q
+            step = StepRows(
+                ids=step.ids.index_select(0, chosen.rows),
+                pos=step.pos.index_select(0, chosen.rows),
+                slots=[slots.index_select(0, chosen.rows) for slots in step.slots],
+                seq_len=step.seq_len - chosen.cuts,
+                rng_pos=step.rng_pos,
+                table=table,
+            )
         batch = ForwardBatch(
             ids=step.ids.long(),
             pos=step.pos,
             slots=step.slots,
-            cu_q=d["cu_q"][: n + 1],
+            cu_q=cu_q,
             seq_len=step.seq_len,
             block_table=table,
             num_decodes=header.decodes,
@@ -73,8 +111,8 @@ class InputBatch:
             seq_len_host=slot.a["seq_len"][:n].tolist(),
         )
         if counts is not None:
-            batch.state = state_rows(slot, header, counts, owner(batch.cu_q, rows))
-        return batch, step.rng_pos
+            batch.state = state_rows(slot, header, counts, owner(cu_q, len(step.ids)) if row is None else row, header.cut, cu_q)
+        return batch, sampled
 
 
 def one_sequence(

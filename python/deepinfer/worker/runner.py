@@ -7,23 +7,24 @@ is read back on the host. The one wait of a step is at its end, for the tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from deepinfer.models.base import ForwardBatch, Model, PagedGroup, StatefulModel, StateGroup
-from deepinfer.models.contract import check_hidden, check_logits
+from deepinfer.models.contract import check_hidden
 from deepinfer.models.images import ImagePiece
 from deepinfer.platforms import to_device
 from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, run_in_order
 from deepinfer.worker.grammar import MaskBuffers, apply_masks
 from deepinfer.worker.host_pages import HostPages, HostSnapshots, sort_commands
 from deepinfer.worker.image_rows import ImageRows, without_images
-from deepinfer.worker.input_batch import InputBatch, one_sequence
+from deepinfer.worker.input_batch import InputBatch, SampledRows, one_sequence
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.logprobs import HostLogprobs, gather_logprobs
+from deepinfer.worker.model_drafts import ModelDrafts, Places, RanStep, choose_places, sampling_logits
 from deepinfer.worker.resolve import SlotMap, StepTokens
 from deepinfer.worker.sampler import Sampler, SampleRows
 from deepinfer.worker.sampling_state import (
@@ -66,6 +67,8 @@ class RunnerLimits:
     slot_maps: Sequence[tuple[int, int]]  # per slot map its (group, entries of a page)
     keep_tokens: int | None = None  # of a prompt whose decoder rows are whole, of models that can leave the others out; None = all
     compact: bool = False  # whether they are left out, else they are masked
+    device_drafts: int = 0  # drafts that the model makes of each sequence, 0 = none
+    draft_temperatures: tuple[float, ...] = ()  # of the confidence in each of them; empty = 1
 
     @property
     def max_samples(self) -> int:
@@ -147,10 +150,11 @@ class Step:
         self.waited: bool = False
         self.follows = None if before is None or before.waited else before  # planned while that one was in flight
         self.counts: StateCounts | None = None  # of models with state
+        self.drafting: Places | None = None  # of models that draft
         self.left: StepTokens | None = None  # what the next step may need, once sampled
         self.batch: ForwardBatch | None = None
         self.hidden: torch.Tensor | None = None
-        self.rng_pos: torch.Tensor | None = None
+        self.sampled: SampledRows | None = None
 
     def __repr__(self) -> str:
         return f"Step({self.header.step}, ring slot {self.index})"
@@ -196,6 +200,10 @@ class ModelRunner:
         samples = limits.max_samples
         own = [(name, samples) for name in ("row_slot", "edit_rows", "plain_rows", "ranked_rows", "logprob_rows", "mask_rows")]
         own += [("params", limits.max_num_seqs * NUM_COLUMNS), ("source_row", limits.max_num_seqs)]
+        self._drafts: ModelDrafts | None = None
+        if limits.device_drafts:
+            self._drafts = ModelDrafts(model, limits.device_drafts, limits.draft_temperatures, limits.num_slots, device)
+            own += self._drafts.fields(limits.max_num_seqs)
         self._stateful: StatefulModel | None = None
         self._places: StatePlaces | None = None
         if self._state_groups:
@@ -242,6 +250,8 @@ class ModelRunner:
             self._find_sources(step)
             self._sort_swaps(step)
             self._choose_rows(step)
+            if self._drafts is not None:
+                step.drafting = choose_places(step.slot, step.header, self.sampling)
             self._choose_prompts(step)
             self.queue.submit(step.ticket, lambda: self._commands(step), last=False)
             for handle, *start in resumed:
@@ -268,7 +278,7 @@ class ModelRunner:
             self.queue.wait(step.ticket)
         finally:
             step.waited = True
-            step.before = step.follows = step.batch = step.hidden = None
+            step.before = step.follows = step.batch = step.hidden = step.sampled = None
         return step.result
 
     def times(self, step: Step) -> StepTimes | None:
@@ -454,6 +464,8 @@ class ModelRunner:
             self.sampling.admit_device(a.slot, a.row, a.output, a.flags)
         if header.admitted:
             slots = slot.d["admitted"].view(-1, ADMITTED_WORDS)[: header.admitted, 0].long()
+            if self._drafts is not None:
+                self._drafts.table.forget(slots)
             self.sampling.table.index_copy_(0, slots, slot.d["params"].view(-1, NUM_COLUMNS)[: header.admitted])
         self.inputs.apply_deltas(slot, header)
         step.stored = True
@@ -492,12 +504,13 @@ class ModelRunner:
     def _forward(self, step: Step) -> None:
         before = None if step.before is None else step.before.left
         step.before = None
-        step.batch, step.rng_pos = self.inputs.build(step.slot, step.header, before, step.counts)
-        step.batch.images = step.images
+        table = None if self._drafts is None else self._drafts.table
+        step.batch, step.sampled = self.inputs.build(step.slot, step.header, before, step.counts, table)
+        step.batch.images = [replace(piece, row=piece.row - step.header.cut) for piece in step.images] if step.header.cut else step.images
         step.hidden = self.model.forward(step.batch, self.kv.tensors)
-        check_hidden(self.model, step.hidden, step.header.rows)
+        check_hidden(self.model, step.hidden, step.header.rows - step.header.cut)
         for piece in step.pieces:
-            self._prompt_logprobs(step.hidden, piece, step.result)
+            self._prompt_logprobs(step.hidden, piece, step.header.cut, step.result)
 
     @torch.inference_mode()
     @forbid_device_sync()
@@ -509,25 +522,32 @@ class ModelRunner:
         else:
             tokens, accepted = slot.d["sample_row"].new_empty(0), None
         sample_off = None
+        chosen = None if step.sampled is None else step.sampled.chosen
         if accepted is not None:
             n = step.header.seqs
             slot.t["accepted"][:n].copy_(accepted, non_blocking=True)
             sample_off = slot.d["sample_off"][: n + 1].clone()  # the slot may be written again before the next step reads this
+            if chosen is not None:
+                slot.t["verified"][: len(chosen.lengths)].copy_(chosen.lengths.int(), non_blocking=True)
         if self._stateful is not None and step.batch is not None:
-            rejected = None if accepted is None or sample_off is None else sample_off[1:] - sample_off[:-1] - accepted
+            rejected = None
+            if accepted is not None and sample_off is not None:
+                rejected = sample_off[1:] - sample_off[:-1] - accepted
+                rejected = rejected if chosen is None else rejected - chosen.cuts
             self._stateful.end_step(step.batch, rejected, self.kv.tensors)
+        if self._drafts is not None and step.drafting is not None:
+            assert step.batch is not None and step.hidden is not None and step.sampled is not None
+            ran = RanStep(step.batch, step.hidden, step.sampled, slot, step.header, tokens, accepted)
+            self._drafts.make(ran, step.drafting, self.kv, self._sampler)
         step.left = StepTokens(tokens, sample_off, accepted)
 
     def _draw(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens int32 ``[r]`` of the step's sampling rows, and with draft rows how many of its rows each sequence keeps (int32
         ``[n]``); ``None`` = each sampling row is one token."""
-        hidden, positions, d, r = step.hidden, step.rng_pos, step.slot.d, step.header.samples
-        assert hidden is not None and positions is not None
-        chosen = step.chosen
-        # Where every row samples, they are the rows themselves, in order.
-        wanted = hidden if r == step.header.rows else hidden.index_select(0, d["sample_row"][:r])
-        logits = self.model.logits(wanted)
-        check_logits(self.model, logits, r)
+        hidden, sampled, d, r = step.hidden, step.sampled, step.slot.d, step.header.samples
+        assert hidden is not None and sampled is not None
+        chosen, positions = step.chosen, sampled.rng_pos
+        logits = sampling_logits(self.model, hidden, step.slot, step.header, sampled.chosen)
         raw = None
         if chosen.logprobs:
             # Log-probabilities are those of the model: keep its logits from masks and the sampler's edits.
@@ -536,9 +556,10 @@ class ModelRunner:
             apply_masks(logits, d["mask_rows"][: chosen.masks], self.masks.upload(step.index, chosen.masks))
         drafts = None
         if step.header.draft_rows:
-            assert step.batch is not None
             offsets = d["sample_off"][: step.header.seqs + 1]
-            drafts = draft_rows(step.batch.ids, d["sample_row"][:r], offsets, r, chosen.longest)
+            # A draft that does not run is not verified.
+            ids = sampled.ids if sampled.chosen is None else torch.where(sampled.chosen.runs, sampled.ids, -1)
+            drafts = draft_rows(ids, d["sample_row"][:r], offsets, r, chosen.longest)
         if not chosen.flags:
             tokens = torch.argmax(logits, dim=-1)
             return tokens.to(torch.int32), None if drafts is None else accepted_counts(tokens, drafts)
@@ -559,11 +580,12 @@ class ModelRunner:
             step.result.logprobs = found.to_host(self._pinned)
         return tokens.to(torch.int32), None if drafts is None else accepted_counts(tokens, drafts)
 
-    def _prompt_logprobs(self, hidden: torch.Tensor, piece: PromptPiece, result: StepResult) -> None:
-        """Log-probabilities of the prompt token after each prompt row of a piece."""
+    def _prompt_logprobs(self, hidden: torch.Tensor, piece: PromptPiece, cut: int, result: StepResult) -> None:
+        """Log-probabilities of the prompt token after each prompt row of a piece, behind ``cut`` rows that do not run."""
+        first = piece.first - cut
         for at in range(0, len(piece.targets), _LOGIT_ROWS):
             targets = to_device(torch.tensor(piece.targets[at : at + _LOGIT_ROWS], dtype=torch.int64), self.device)
-            logits = self.model.logits(hidden[piece.first + at : piece.first + at + len(targets)])
+            logits = self.model.logits(hidden[first + at : first + at + len(targets)])
             values = gather_logprobs(logits, targets, piece.count).to_host(self._pinned)
             result.prompt_logprobs.append(PromptLogprobs(piece.index, piece.start + at, values))
 

@@ -113,15 +113,7 @@ class Sampler:
         A row behind drafts is edited as if they had been drawn; the state then takes in the tokens that count.
         """
         drafts = rows.drafts
-        if rows.edit is not None:
-            slots, positions = rows.slots[rows.edit], rows.positions[rows.edit]
-            before = None if drafts is None else drafts.before[rows.edit]
-            logits[rows.edit] = self._edit(logits[rows.edit], slots, positions, rows.flags, before)
-        tokens = torch.argmax(logits, dim=-1)
-        if rows.plain is not None:
-            tokens[rows.plain] = self._draw_plain(logits[rows.plain], rows, rows.plain, tokens[rows.plain])
-        if rows.ranked is not None:
-            tokens[rows.ranked] = self._draw_ranked(logits[rows.ranked], rows, rows.ranked, tokens[rows.ranked])
+        tokens = self.draw(logits, rows, None if drafts is None else drafts.before)
         if rows.proposals is not None:
             tokens[rows.proposals.rows] = self._draw_coupled(logits, tokens, rows, rows.proposals)
         if rows.edit is not None:
@@ -135,6 +127,22 @@ class Sampler:
                 self._state.observe_drafted(
                     slots, made, rows.flags, counts[rows.edit], newest[rows.edit], drafts.nth[rows.edit], drafts.before[rows.edit]
                 )
+        return tokens
+
+    def draw(self, logits: torch.Tensor, rows: SampleRows, before: torch.Tensor | None) -> torch.Tensor:
+        """The tokens alone: nothing is noted, so that a drafter can draw as the model would, from its own logits with the same number.
+
+        ``before`` int64 ``[r, k]``: tokens behind those that the state has seen, oldest first, −1 beyond them.
+        """
+        if rows.edit is not None:
+            slots, positions = rows.slots[rows.edit], rows.positions[rows.edit]
+            behind = None if before is None else before[rows.edit]
+            logits[rows.edit] = self._edit(logits[rows.edit], slots, positions, rows.flags, behind)
+        tokens = torch.argmax(logits, dim=-1)
+        if rows.plain is not None:
+            tokens[rows.plain] = self._draw_plain(logits[rows.plain], rows, rows.plain, tokens[rows.plain])
+        if rows.ranked is not None:
+            tokens[rows.ranked] = self._draw_ranked(logits[rows.ranked], rows, rows.ranked, tokens[rows.ranked])
         return tokens
 
     def _edit(self, x: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, flags: int, before: torch.Tensor | None) -> torch.Tensor:

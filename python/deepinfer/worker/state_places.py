@@ -133,20 +133,34 @@ class StateCounts:
     begun: int = 0
 
 
-def state_rows(slot: RingSlot, header: Header, counts: StateCounts, row_seq: torch.Tensor) -> StateRows:
-    """The device's view of what :meth:`StatePlaces.describe` wrote, once the slot has been uploaded."""
+def state_rows(
+    slot: RingSlot, header: Header, counts: StateCounts, row_seq: torch.Tensor, cut: int = 0, cu_q: torch.Tensor | None = None
+) -> StateRows:
+    """The device's view of what :meth:`StatePlaces.describe` wrote, once the slot has been uploaded.
+
+    ``cut``: draft rows that do not run, with ``cu_q`` over those that do. Rows the decoder leaves out belong to prompts, which come
+    behind all draft rows, and drafts are never left out.
+    """
     d, n, chosen = slot.d, header.seqs, counts.decoder_rows
     begun = None
     if counts.begun:
         width = len(slot.a["begun"]) // len(slot.a["crossing"])
         begun = d["begun"][: counts.begun * width].view(-1, width).long()
+    decoder_rows = decoder_cu_q = None
+    if chosen is not None:
+        decoder_rows, decoder_cu_q = d["decoder_rows"][:chosen].long(), d["decoder_cu_q"][: n + 1]
+        if cut and cu_q is not None:
+            place = torch.arange(chosen - cut, device=row_seq.device)
+            decoding = place < decoder_cu_q[header.decodes] - cut
+            decoder_rows = torch.where(decoding, place, decoder_rows[cut:] - cut)
+            decoder_cu_q = decoder_cu_q - (d["cu_q"][: n + 1] - cu_q)
     return StateRows(
         row_seq=row_seq,
         state_row=d["state_row"][:n].long(),
         floor=d["state_floor"][: 2 * n].view(n, 2),
         decoder_from=d["decoder_from"][:n],
         crossing=d["crossing"][: counts.crossing].long(),
-        decoder_rows=None if chosen is None else d["decoder_rows"][:chosen].long(),
-        decoder_cu_q=None if chosen is None else d["decoder_cu_q"][: n + 1],
+        decoder_rows=decoder_rows,
+        decoder_cu_q=decoder_cu_q,
         begun=begun,
     )

@@ -1,6 +1,6 @@
 """Memory of the step ring: one int32 tensor per slot, named views into it.
 
-The core writes a step's plan into a slot and reads `tokens` and `accepted` back. The worker adds fields of its own for what it
+The core writes a step's plan into a slot and reads the output fields back. The worker adds fields of its own for what it
 derives on the host, so that everything the device needs travels in one copy. Output fields lie behind the inputs and are
 not part of that copy.
 """
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-OUTPUT_FIELDS = ("tokens", "accepted")
+OUTPUT_FIELDS = ("tokens", "accepted", "verified")
 _ALIGN = 16  # words; keeps every field on its own cache line
 
 # Words of the header, see docs/architecture.md.
 H_KIND, H_STEP_LO, H_STEP_HI, H_ROWS, H_SEQS, H_DECODES, H_SAMPLES, H_DELTAS = range(8)
 H_BLOCK_CLONES, H_STATE_CLONES, H_ZEROES, H_ADMITTED, H_MAX_Q, H_MAX_LEN, H_GRAMMAR, H_PROMPT_LOGPROBS = range(8, 16)
 H_AGREED_ROWS, H_SWAP_OUT, H_SWAP_IN, H_SWAP_OUT_STATES, H_SWAP_IN_STATES, H_DRAFT_ROWS, H_UNRESOLVED = range(16, 23)
-H_AGREED_TYPE, H_SNAPSHOT_OUT, H_SNAPSHOT_IN = range(23, 26)
+H_AGREED_TYPE, H_SNAPSHOT_OUT, H_SNAPSHOT_IN, H_VERIFIED = range(23, 27)
 ADMITTED_WORDS = 6  # (state slot, index, generation, start, end of the hit, kind of start)
 START_NOTHING, START_WHOLE, START_SLICE, START_RERUN = range(4)
 KIND_IDLE, KIND_PREFILL, KIND_DECODE, KIND_MIXED, KIND_DUMMY = range(5)
@@ -58,11 +58,17 @@ class Header:
     agreed_type: int = 0
     snapshot_out: int = 0
     snapshot_in: int = 0
+    verified: int = 0  # draft rows that run; of fewer than ``draft_rows`` the device chooses which
+
+    @property
+    def cut(self) -> int:
+        """Draft rows that do not run."""
+        return self.draft_rows - self.verified
 
     @classmethod
     def read(cls, words: NDArray[np.int32]) -> Header:
         """From the `header` field of a slot."""
-        w: list[int] = words[: H_SNAPSHOT_IN + 1].tolist()
+        w: list[int] = words[: H_VERIFIED + 1].tolist()
         step = (w[H_STEP_LO] & 0xFFFFFFFF) | ((w[H_STEP_HI] & 0xFFFFFFFF) << 32)
         return cls(w[H_KIND], step, *w[H_ROWS:])
 

@@ -7,7 +7,7 @@ prompt may be left out (``compact``) except for the entries they add to that sou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -19,11 +19,12 @@ from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import RopeTable
 from ...kernels.state_replica import ReplicaRing, save_replica
 from ...kernels.stream_mix import collapse
-from ..base import ForwardBatch, ModelOptions, PagedGroup, StateGroup
+from ..base import Drafts, DrawDrafts, ForwardBatch, ModelOptions, NewTokens, PagedGroup, StateGroup
 from ..loaders.resolved import ResolvedModel
 from ..loaders.source import Progress
 from .caches import PAGE_TOKENS, CachePlan, Storage, packs, plan_caches
 from .containers import DeepseekV41Parameters
+from .draft_stages import DraftStages
 from .engram_rows import EngramReader
 from .image_input import ImageSizes
 from .layer import Layer, Streams
@@ -60,11 +61,13 @@ class DeepseekV41Model:
         self._embed, self._norm = self._parameters.embed, self._parameters.norm
         self.layers: list[Layer] = []
         """In runtime layout, in order; filled by ``finish_loading``."""
+        self.draft_tokens = topology.drafts.block if topology.drafts.stages else 0
         self._head: PackedLinear | None = None
         self._engram: EngramReader | None = None
         self._vision: VisionTower | None = None
         self._caches: CachePlan | None = None
         self._quantum = row_quantum(device)
+        self._drafts: DraftStages | None = None
         self.taps: Taps | None = None
         """Of the newest step, for the draft stages."""
 
@@ -121,6 +124,8 @@ class DeepseekV41Model:
             self._vision = VisionTower(p, t.vision, self.dtype)
         for plan in t.layers:
             self.layers.append(Layer(p.layers.pop(0), t, plan, self.dtype))
+        if p.drafts is not None:
+            self._drafts, p.drafts = DraftStages(p.drafts, t, self._embed, self._head, self.dtype), None
 
     @property
     def image_processor(self) -> ImageSizes | None:
@@ -152,7 +157,7 @@ class DeepseekV41Model:
             form = "packed" if packs(t) else "bfloat16" if self.dtype == torch.bfloat16 else "float32"
         if options.table_cache_bytes is not None and self._engram is not None:
             self._engram.set_cache(options.table_cache_bytes)
-        self._options = ModelOptions(form, options.truncation, keep, back, options.max_draft, options.table_cache_bytes)
+        self._options = replace(options, cache_form=form, keep_tokens=keep, max_backtracking=back)
         return self._options
 
     def table_counters(self) -> dict[str, int]:
@@ -181,6 +186,8 @@ class DeepseekV41Model:
             found, dead = self._engram.read(step.ids, step.encoder.step, step.state["token_ids"], step.encoder.image)
         streams = begin_streams(embedded, self.topology.streams)
         (x, pre), taps = self._run_layers(streams, step, caches, found, dead)
+        if self._drafts is not None and self._options.drafts:
+            self._drafts.keep(taps, step.decoder, step.state, caches)
         hidden = rms_norm(collapse(x, pre, self.dtype), self._norm, self.topology.eps)
         return self._unpad(hidden, taps, batch)
 
@@ -226,6 +233,16 @@ class DeepseekV41Model:
         live, replica = caches.views(kv["state0"]), caches.views(kv["state0"], replica=True)
         rings = [ReplicaRing(live[name], replica[name], caches.rows_before(name)) for name in live]
         save_replica(rings, state.state_row.index_select(0, mine), start, end, caches.page_tokens, caches.backtracking)
+
+    @torch.inference_mode()
+    def draft(
+        self, batch: ForwardBatch, hidden: torch.Tensor, new: NewTokens, kv: dict[str, torch.Tensor], draw: DrawDrafts, count: int
+    ) -> Drafts:
+        """See ``models.base.Drafter``; the stages have read the step through its taps."""
+        if self._drafts is None or not self._options.drafts:
+            raise RuntimeError("the model was not configured to draft, or its checkpoint has no draft stages")
+        caches = self.caches
+        return self._drafts(batch, new, caches.views(kv["state0"]), caches, self._ropes.main, self._quantum, draw, count)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

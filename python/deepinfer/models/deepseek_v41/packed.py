@@ -16,6 +16,7 @@ from ...kernels.linear import PackedLinear, pack_linear
 from .containers import (
     AttentionParameters,
     CompressorParameters,
+    DraftParameters,
     EngramParameters,
     IndexerParameters,
     MixParameters,
@@ -84,6 +85,24 @@ class PackedAttention:
             out=Projection(p.wo_b, quantised),
             sink=p.sink,
         )
+
+
+@dataclass(frozen=True)
+class PackedHeads:
+    """What stands before and behind the draft stages; ``spread`` adds the Markov head's logits, float32 like the model's."""
+
+    main: Projection
+    main_norm: torch.Tensor
+    norm: torch.Tensor
+    markov: torch.Tensor
+    spread: PackedLinear
+    confidence: torch.Tensor
+
+    @classmethod
+    def pack(cls, p: DraftParameters, quantised: bool) -> PackedHeads:
+        """From its parameters."""
+        spread = pack_linear(p.markov_head.float(), largest_rows=64 if p.markov_head.device.type == "cpu" else None)
+        return cls(Projection(p.main_proj, quantised), p.main_norm, p.norm, p.markov_embed, spread, p.confidence[0].float())
 
 
 @dataclass(frozen=True)
