@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from ..rope import RopeParameters, RopeTable, apply_rope
 
 
-def grid_angles(high: int, wide: int, head_dim: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 ``cos`` and ``sin`` ``[high * wide, 1, head_dim]`` of a grid in reading order, as ``rope.apply_rope`` takes them.
+def grid_table(head_dim: int, theta: float, device: torch.device) -> RopeTable:
+    """Frequencies of either direction, made once; ``head_dim`` is a multiple of 4."""
+    return RopeTable(RopeParameters(head_dim // 2, theta), device)
 
-    ``head_dim`` is a multiple of 4.
-    """
-    table = RopeTable(RopeParameters(head_dim // 2, theta), device)
-    (row_cos, row_sin), (column_cos, column_sin) = (table.pair_cos_sin(torch.arange(n, device=device)) for n in (high, wide))
+
+def grid_angles(high: int, wide: int, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 ``cos`` and ``sin`` ``[high * wide, 1, head_dim]`` of a grid in reading order, as ``rope.apply_rope`` takes them."""
+    places = (torch.arange(n, device=table.frequencies.device) for n in (high, wide))
+    (row_cos, row_sin), (column_cos, column_sin) = (table.pair_cos_sin(place) for place in places)
 
     def whole(of_row: torch.Tensor, of_column: torch.Tensor) -> torch.Tensor:
         rows = of_row[:, None].expand(high, wide, -1)

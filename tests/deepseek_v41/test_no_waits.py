@@ -17,6 +17,8 @@ from deepinfer.models.base import ForwardBatch, StateRows
 from deepinfer.models.deepseek_v41.containers import DeepseekV41Parameters
 from deepinfer.models.deepseek_v41.engram_table import EngramTable
 from deepinfer.models.deepseek_v41.forward import DeepseekV41Model
+from deepinfer.models.deepseek_v41.vision_forward import VisionTower
+from deepinfer.models.images import ImageInput, ImagePiece
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.sync_guard import configure, forbid_device_sync
 from deepseek_v41.weights_kit import plan
@@ -101,3 +103,14 @@ def test_no_step_waits(guard: None) -> None:
         assert hidden.shape == (sum(counts), 256)
     with pytest.raises(HiddenSyncError), forbid_device_sync():
         bool(hidden[0, 0] > 0)
+
+
+def test_images_of_a_step_make_it_wait_for_nothing(guard: None) -> None:
+    parameters = DeepseekV41Parameters(plan("tiny"), torch.bfloat16, "cuda")
+    topology = plan("tiny").vision
+    assert topology is not None
+    tower, embedded = VisionTower(parameters, topology, torch.bfloat16), torch.zeros(40, 256, dtype=torch.bfloat16).to("cuda")
+    image = ImageInput.of(np.zeros((56, 70, 3), np.uint8), 8)
+    with torch.inference_mode(), forbid_device_sync():
+        marked = tower.place(embedded, [ImagePiece(image, 4, 0, 8), ImagePiece(image, 20, 3, 5)])
+    assert tower.computed == 1 and marked.shape == (40,)

@@ -79,6 +79,31 @@ def test_answers_do_not_depend_on_arrangement(made: Path, llm: LLM, alone: list[
     assert answers[0] == answers[1] and answers[0][0] != answers[0][1]
 
 
+def test_only_the_same_image_is_found_again(made: Path) -> None:
+    values = SamplingParams(temperature=0, max_tokens=2, logprobs=0, ignore_eos=True, detokenize=False)
+    one, other = (asking(picture(98, 126, seed), before=20, behind=330) for seed in (1, 2))  # tokens 20 to 33: in two blocks of 16
+
+    def told(engine: LLM, prompt: dict[str, Any]) -> tuple[int, list[tuple[int, float]]]:
+        (output,) = engine.generate([prompt], values)
+        found = output.outputs[0].logprobs
+        assert found is not None
+        return output.num_cached_tokens or 0, [(token, value.logprob) for each in found for token, value in each.items()]
+
+    settings = {**SETTINGS, "block_size": 16, "max_num_batched_tokens": 200}
+    with LLM(model=str(made), **settings, enable_prefix_caching=False) as cold:
+        alone = [told(cold, prompt)[1] for prompt in (one, other)]
+    assert alone[0] != alone[1]
+    for snapshots, order in (
+        (0.01, (0, 0, 1, 0)),
+        (0, (0, 1, 1)),
+    ):  # states come back, or windows are made up from rows behind or within the image
+        with LLM(model=str(made), **settings, state_snapshot_gib=snapshots) as warm:
+            seen = [told(warm, (one, other)[k]) for k in order]
+        assert [answer for _, answer in seen] == [alone[k] for k in order]
+        for place, (k, (cached, _)) in enumerate(zip(order, seen, strict=True)):
+            assert cached >= 320 if k in order[:place] else cached <= 16, (place, cached)
+
+
 def test_images_reach_an_engine_in_another_process(made: Path, alone: list[list[int]]) -> None:
     async def ask() -> list[int]:
         async with AsyncLLM(model=str(made), **SETTINGS) as there:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ...kernels.grid_attention import grid_angles, grid_attention
+from ...kernels.grid_attention import grid_angles, grid_attention, grid_table
 from ...kernels.rms_norm import rms_norm
 from ...kernels.swiglu import swiglu
 from ...platforms import to_device
@@ -52,6 +52,7 @@ class VisionTower:
         if p.vision is None or p.image_start is None or p.image_newline is None or p.image_end is None:
             raise ValueError("the parameters have no vision tower")
         self._t, self._w, self._dtype = topology, p.vision, dtype
+        self._angles = grid_table(topology.hidden // topology.heads, topology.rope_theta, p.image_start.device)
         self._ends = p.image_start, p.image_newline, p.image_end
         self._rows: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._left = cache_bytes
@@ -68,7 +69,7 @@ class VisionTower:
         """The tower alone: uint8 ``[H, W, 3]`` on its device → ``[patches, hidden]`` in the run dtype."""
         t = self._t
         high, wide = pixels.shape[0] // t.patch, pixels.shape[1] // t.patch
-        cos, sin = grid_angles(high, wide, t.hidden // t.heads, t.rope_theta, pixels.device)
+        cos, sin = grid_angles(high, wide, self._angles)
         x = self._linear(image_patches(pixels, t.patch).to(self._dtype), "vision.patch_embed.proj")
         for index in range(t.layers):
             block = f"vision.blocks.{index}"
