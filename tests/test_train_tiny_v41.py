@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,15 @@ from model import TrainingModel  # noqa: E402
 
 STEPS = ["--config", "smoke", "--device", "cpu", "--total-steps", "5", "--batch", "2", "--length", "40", "--anchors", "3"]
 STEPS += ["--report", "1", "--warmup", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors here are so small that threads wait for each other more than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
