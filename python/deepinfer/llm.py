@@ -309,11 +309,18 @@ class LLM:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step of the engine; gives the outputs with news of requests from :meth:`add_request`."""
+        """Runs one step of the engine; gives the outputs with news of requests from :meth:`add_request`.
+
+        Raises:
+            EngineDeadError: the engine has ended, and the requests it had with it.
+        """
         with self._lock:
             if len(self._outputs):
                 self._advance()
-            return self._take(lambda request_id: request_id not in self._streams)
+            taken = self._take(lambda request_id: request_id not in self._streams)
+            if not taken and self.engine.fault is not None:
+                raise self._why_lost()  # another call may have met the fault first
+            return taken
 
     def metrics(self) -> EngineMetrics:
         """Everything the engine counts, at this moment: steps, queues, blocks, drafts, times.
