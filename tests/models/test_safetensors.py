@@ -42,6 +42,27 @@ def test_shards_are_read_together() -> None:
     torch.testing.assert_close(logits(directory, ids), expected_logits("qwen2", ids), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.input_layernorm.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_nan_and_infinity_among_weights_are_named(value: float, name: str) -> None:
+    directory = save("qwen2")
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    edit(directory, spoil)
+    with pytest.raises(CheckpointError, match=rf"tensor '{name}' in .*model\.safetensors holds NaN or infinity"):
+        logits(directory, prompt(3))
+
+
+def test_weights_beyond_the_run_dtype_are_named() -> None:
+    directory, name = save("qwen2"), "model.layers.0.mlp.down_proj.weight"
+    edit(directory, lambda tensors: tensors[name].view(-1)[:1].fill_(1e5))
+    assert logits(directory, prompt(3)).isfinite().all()
+    with pytest.raises(CheckpointError, match=rf"'{name}' .* up to 1e\+05, too large for float16; use dtype='float32'"):
+        logits(directory, prompt(3), dtype=torch.float16)
+
+
 def test_a_missing_shard_is_named() -> None:
     directory = save("qwen2", shard_size="60KB")
     gone = sorted(directory.glob("*.safetensors"))[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -25,6 +26,9 @@ _ADAPTER_MARKS = {
     ".weight_packed": "compressed-tensors",
     "weight_format_hqq": "HQQ",
 }
+
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class WeightSource(Protocol):
@@ -51,11 +55,26 @@ def refuse_marked(names: Iterable[str]) -> None:
                 raise UnsupportedFormatError(f"tensor {name!r} belongs to a {what} checkpoint, which is not read; use the full checkpoint")
 
 
+def _check_numbers(name: str, tensor: torch.Tensor, dtype: torch.dtype, source: WeightSource) -> None:
+    """One pass over the numbers: a NaN or an infinity would come out as nonsense, not as an error."""
+    if tensor.dtype not in _FLOATS or dtype not in _FLOATS or not tensor.numel():
+        return  # packed forms are checked where they are decoded
+    low, high = (float(end) for end in tensor.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise CheckpointError(f"tensor {name!r} in {source.where(name)} holds NaN or infinity: the file is damaged; fetch it again")
+    if max(-low, high) > torch.finfo(dtype).max:
+        kind = str(dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"tensor {name!r} in {source.where(name)} holds numbers up to {max(-low, high):.3g}, too large for {kind}; use dtype='float32'"
+        )
+
+
 def fill(model: Fillable, source: WeightSource, progress: Progress | None = None) -> None:
     """Copies every parameter of ``model`` from ``source``, converting to the parameter's dtype.
 
     Names and shapes are compared before any data is read. Raises ``CheckpointError`` naming tensor and file if one is
-    missing, unexpected or of another shape, ``ModelContractError`` naming a parameter whose place is not what the model declares.
+    missing, unexpected, of another shape or holds NaN or infinity, ``ModelContractError`` naming a parameter whose place is
+    not what the model declares.
     """
     wanted = check_shapes(model)
     present = set(source.names())
@@ -77,6 +96,7 @@ def fill(model: Fillable, source: WeightSource, progress: Progress | None = None
         tensor = source.read(name)
         if not tensor.is_floating_point() and tensor.dtype != place.dtype:
             raise CheckpointError(f"tensor {name!r} in {source.where(name)} has dtype {tensor.dtype}, expected a float type")
+        _check_numbers(name, tensor, place.dtype, source)
         place.copy_(tensor)
         done += place.nbytes
         if progress is not None:
