@@ -444,7 +444,8 @@ fn four_ranks_agree_in_every_state() {
 fn ranks_agree_in_every_state_of_larger_worlds() {
     for in_flight in [1, 2] {
         for (ranks, arrivals) in [(2, 2), (2, 3), (3, 1), (3, 2), (4, 1)] {
-            check(&Shape { ranks, in_flight, arrivals, depth: 60, states: 300_000 }, 10_000);
+            // The smallest of these worlds ends at some two thousand states.
+            check(&Shape { ranks, in_flight, arrivals, depth: 60, states: 300_000 }, 1_000);
         }
     }
 }
