@@ -7,7 +7,7 @@ to the host writes what the test says. Waits mean what they mean on a GPU: the r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepinfer.platforms.cuda import CudaPlatform
+from deepinfer.worker.sync_guard import configure
 from deepinfer.worker.sync_rules import is_made_of_others
 
 _aten = torch.ops.aten
@@ -137,3 +138,20 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (CudaPlatform, "memory_available", lambda _self: 8 << 30),
     (CudaPlatform, "synchronize", lambda _self: None),
 )
+
+
+def ones_land(host: torch.Tensor) -> None:
+    """What a copy of sampled tokens, or of how many of them count, ends with: 1 is good as either."""
+    if host.dtype == torch.int32:
+        host.fill_(1)
+
+
+@contextmanager
+def watched_cuda(kind: str, landed: Callable[[torch.Tensor], None] | None = None) -> Iterator[None]:
+    """A device called "cuda" whose waits are told from operations: of this module if ``kind`` is "fake", else the machine's."""
+    configure(debug=True)
+    try:
+        with FakeCuda(landed) if kind == "fake" else nullcontext():
+            yield
+    finally:
+        configure(debug=False)

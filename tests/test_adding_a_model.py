@@ -17,9 +17,8 @@ import pytest
 from cli.running import environment
 from deepinfer import SamplingParams, register_model
 from deepinfer.models.registry import _registered
-from deepinfer.worker.sync_guard import configure
 from engine_kit import collect, make_engine, random_prompts, request
-from fake_cuda import FakeCuda
+from fake_cuda import ones_land, watched_cuda
 from test_layering import imported_modules, package_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,21 +194,12 @@ CONFIG = """{"architectures": ["MixtralForCausalLM"], "vocab_size": 320, "hidden
 "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 256, "sliding_window": 24}"""
 
 
-def tokens_of_ones(host: Any) -> None:
-    if str(host.dtype) == "torch.int32":
-        host.fill_(1)
-
-
 @pytest.mark.usefixtures("registered")
 def test_the_family_never_waits_for_the_device(tmp_path: Path) -> None:
     """Prefill in chunks and decoding on a device that refuses every value read back, `.item()` and data-dependent shapes included."""
     (tmp_path / "config.json").write_text(CONFIG)
-    configure(debug=True)
-    try:
-        with FakeCuda(tokens_of_ones), make_engine(str(tmp_path), "cuda", load_format="dummy", max_num_batched_tokens=24) as engine:
-            for i, prompt in enumerate(random_prompts([20, 33])):
-                engine.add_request(request(str(i), prompt, SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)))
-            answers = collect(engine)
-    finally:
-        configure(debug=False)
+    with watched_cuda("fake", ones_land), make_engine(str(tmp_path), "cuda", load_format="dummy", max_num_batched_tokens=24) as engine:
+        for i, prompt in enumerate(random_prompts([20, 33])):
+            engine.add_request(request(str(i), prompt, SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)))
+        answers = collect(engine)
     assert [(a.finish, a.error, len(a.tokens)) for a in answers.values()] == [("length", None, 4)] * 2

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from deepinfer.sampling import SamplingParams
-from deepinfer.worker.sync_guard import configure
 from deepseek_v41.draft_kit import write_config
 from engine_kit import collect, make_engine, request
-from fake_cuda import FakeCuda
+from fake_cuda import ones_land, watched_cuda
 
 FEW_LAYERS: dict[str, Any] = {
     "vocab_size": 256, "image_token_id": 254, "num_hidden_layers": 4, "compress_ratios": [0, 2, 1, 1, 0], "kv_source_layer_ids": [1, 2],
@@ -26,24 +24,11 @@ FEW_LAYERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def one_each(host: torch.Tensor) -> None:
-    """What a copy of tokens, or of how many count, ends with."""
-    if host.dtype == torch.int32:
-        host.fill_(1)
-
-
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
 def cuda(request: pytest.FixtureRequest) -> Iterator[str]:
     """A device called "cuda", copies checked."""
-    configure(debug=True)
-    try:
-        if request.param == "fake":
-            with FakeCuda(one_each):
-                yield "fake"
-        else:
-            yield "gpu"
-    finally:
-        configure(debug=False)
+    with watched_cuda(request.param, ones_land):
+        yield request.param
 
 
 @pytest.mark.parametrize(

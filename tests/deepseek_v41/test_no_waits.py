@@ -20,9 +20,9 @@ from deepinfer.models.deepseek_v41.forward import DeepseekV41Model
 from deepinfer.models.deepseek_v41.vision_forward import VisionTower
 from deepinfer.models.images import ImageInput, ImagePiece
 from deepinfer.worker.kv_cache import KVCache
-from deepinfer.worker.sync_guard import configure, forbid_device_sync
+from deepinfer.worker.sync_guard import forbid_device_sync
 from deepseek_v41.weights_kit import plan
-from fake_cuda import FakeCuda
+from fake_cuda import watched_cuda
 
 BLOCK, SEQS = 16, 3
 
@@ -30,15 +30,8 @@ BLOCK, SEQS = 16, 3
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
 def guard(request: pytest.FixtureRequest) -> Iterator[None]:
     """A device called "cuda", whose waits are told from operations."""
-    configure(debug=True)
-    try:
-        if request.param == "fake":
-            with FakeCuda():
-                yield
-        else:
-            yield
-    finally:
-        configure(debug=False)
+    with watched_cuda(request.param):
+        yield
 
 
 def numbers(values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:

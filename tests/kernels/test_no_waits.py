@@ -23,8 +23,8 @@ from deepinfer.kernels.sparse_attention import two_source_attention
 from deepinfer.kernels.state_replica import ReplicaRing, save_replica
 from deepinfer.kernels.stream_mix import collapse, expand, mix_coefficients
 from deepinfer.kernels.window_rows import WindowPlan, WindowRows
-from deepinfer.worker.sync_guard import configure, forbid_device_sync
-from fake_cuda import FakeCuda
+from deepinfer.worker.sync_guard import forbid_device_sync
+from fake_cuda import watched_cuda
 
 SEQUENCES, WINDOW, RING = 3, 8, 14
 
@@ -32,15 +32,8 @@ SEQUENCES, WINDOW, RING = 3, 8, 14
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
 def guard(request: pytest.FixtureRequest) -> Iterator[None]:
     """A device called "cuda", whose waits are told from operations."""
-    configure(debug=True)
-    try:
-        if request.param == "fake":
-            with FakeCuda():
-                yield
-        else:
-            yield
-    finally:
-        configure(debug=False)
+    with watched_cuda(request.param):
+        yield
 
 
 def whole(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -20,7 +20,7 @@ from deepinfer.models.base import ForwardBatch
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.sync_guard import allow_device_sync, configure, forbid_device_sync, forbidden
 from engine_kit import collect, make_engine, random_prompts, request, tiny_checkpoint
-from fake_cuda import FakeCuda
+from fake_cuda import ones_land, watched_cuda
 
 needs_mode = pytest.mark.skipif(not hasattr(torch._C, "_cuda_get_sync_debug_mode"), reason="this torch is a build without CUDA")
 
@@ -30,24 +30,11 @@ def mode() -> int:
     return torch._C._cuda_get_sync_debug_mode()
 
 
-def some_tokens(host: torch.Tensor) -> None:
-    """Puts a value where a copy of sampled tokens, or of how many of them count, ends: 1 is good as either."""
-    if host.dtype == torch.int32:
-        host.fill_(1)
-
-
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
 def cuda(request: pytest.FixtureRequest) -> Iterator[str]:
     """A device called "cuda", copies checked."""
-    configure(debug=True)
-    try:
-        if request.param == "fake":
-            with FakeCuda(some_tokens):
-                yield "fake"
-        else:
-            yield "gpu"
-    finally:
-        configure(debug=False)
+    with watched_cuda(request.param, ones_land):
+        yield request.param
 
 
 # Regions
