@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..paged_attention import row_quantum
+from ..ragged_tiles import ragged_tiles
 
 
 def _bytes_at_once(device: torch.device) -> int:
@@ -26,13 +27,7 @@ def _tiles(place: torch.Tensor, experts: int, size: int) -> tuple[torch.Tensor, 
     order = place.argsort(stable=True)
     count = torch.zeros(experts, dtype=torch.int64, device=device).scatter_add_(0, place, torch.ones_like(place))
     end = count.cumsum(0)
-    tiles = (count + (size - 1)) // size
-    last = tiles.cumsum(0)
-    number = torch.arange(min(pairs, pairs // size + experts), device=device)
-    owner = torch.searchsorted(last, number, right=True).clamp_max(experts - 1)
-    local = number - (last - tiles).index_select(0, owner)
-    member = ((end - count).index_select(0, owner) + local * size)[:, None] + torch.arange(size, device=device)
-    real = member < end.index_select(0, owner)[:, None]
+    member, real, owner = ragged_tiles(end - count, end, size, min(pairs, pairs // size + experts))
     return torch.where(real, order.index_select(0, member.clamp(0, pairs - 1).flatten()).view(member.shape), pairs), owner
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from ..cache_rows import PagedRows, StepRows
 from ..paged_attention import row_quantum, tree_sum
+from ..ragged_tiles import ragged_tiles
 from ..top_k import top_k
 from .census import ROW_TILE, row_tile
 
@@ -38,13 +39,8 @@ def _row_tiles(step: StepRows, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         size *= 2
     if size == 1:
         return torch.arange(total, device=device)[:, None], step.row_seq
-    tiles = (step.end_row - step.first_row + (size - 1)) // size
-    last = tiles.cumsum(0)
-    number = torch.arange(total // size + sequences, device=device)
-    sequence = torch.searchsorted(last, number, right=True).clamp_max(sequences - 1)
-    local = number - (last - tiles).index_select(0, sequence)
-    row = (step.first_row.index_select(0, sequence) + local * size)[:, None] + torch.arange(size, device=device)
-    return torch.where(row < step.end_row.index_select(0, sequence)[:, None], row, total), sequence
+    row, real, sequence = ragged_tiles(step.first_row, step.end_row, size, total // size + sequences)
+    return torch.where(real, row, total), sequence
 
 
 def _tile_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
