@@ -1,0 +1,18 @@
+//! The KV store: objects named by chain hash, which outlive the engine that made them and are shared by every engine that asks.
+//!
+//! Owns: identity and records of objects ([`key`], [`object`]), where their bytes lie ([`media`], and [`backend`] below it), which
+//! are kept ([`index`], [`policy`]), how a loss is made good ([`erasure`]).
+//!
+//! Never touches: what the bytes of an object mean, devices, sequences, Python. It computes no chain hash: keys come from the engine.
+//!
+//! What holds everywhere: nothing is visible before it is durable; nothing is overwritten; bytes that do not have their checksum are
+//! a miss. The picture of the layout, the guarantees and what happens on each fault are in `docs/kvstore.md`.
+
+pub mod error;
+pub mod key;
+pub mod media;
+pub mod object;
+
+pub use error::Error;
+pub use key::{Key, Kind, ObjectId};
+pub use object::{Class, Meta, TenantId};
