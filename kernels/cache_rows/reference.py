@@ -96,6 +96,11 @@ class StepRows:
         behind = self.end_row.index_select(0, self.row_seq) - 1 - row
         return torch.where(row < self.end_row[-1], behind, -1)
 
+    def ring_places(self, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slot and place of every row in rings of ``places`` rows, int64 ``[T]``; rows that newer ones overwrite go to the null slot."""
+        kept = (self.newest >= 0) & (self.newest < places)
+        return torch.where(kept, self.state_row.index_select(0, self.row_seq), 0), self.pos % places
+
     def part(self, first: int, end: int) -> StepRows:
         """Rows ``first … end - 1`` alone, for operators that work on some rows at a time."""
         cu_q = (self.cu_q.long() - first).clamp(0, end - first)

@@ -1,5 +1,5 @@
-"""Attention over a window and selected entries in one softmax."""
+"""Attention over a window and compressed entries, selected ones or all, in one softmax."""
 
-from .reference import two_source_attention
+from .reference import full_attention, two_source_attention
 
-__all__ = ["two_source_attention"]
+__all__ = ["full_attention", "two_source_attention"]

@@ -1,9 +1,10 @@
-"""Manifold-constrained hyper-connections, the single-pass form of DeepSeek-V4.1: ``s`` residual streams instead of one.
+"""Manifold-constrained hyper-connections of DeepSeek-V4 and V4.1: ``s`` residual streams instead of one.
 
 With ``f`` the flattened streams and ``m = (f fnᵀ) * rsqrt(mean(f²) + eps)``, split into ``s``, ``s`` and ``s * s`` columns, each part
 scaled and shifted: ``pre = sigmoid + mix_eps``, ``post = 2 sigmoid``, and ``comb`` a softmax over each row plus ``mix_eps``, then
 (Sinkhorn) divided by its column sums, row sums, column sums, …, ending on columns; ``mix_eps`` is added to every divisor.
-All of it float32.
+All of it float32. In V4.1's single-pass form a site's ``pre`` collapses the streams for the *next* site; in V4 it does for the site itself,
+and the head has a ``pre`` of its own.
 
 Sums over streams are additions of whole tensors: their order is the same for any number of rows on any device.
 """
@@ -26,19 +27,23 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0]
 
 
+def _mixed(x: torch.Tensor, fn: PackedLinear, eps: float) -> torch.Tensor:
+    """``m`` of the module's note, ``[columns, T]``: rows innermost, so that every further step works on whole vectors."""
+    flat = x.flatten(1).float()
+    return (fn(flat) * torch.rsqrt(flat.square().mean(-1, keepdim=True).add_(eps))).t().contiguous()
+
+
 def mix_coefficients(
     x: torch.Tensor, fn: PackedLinear, base: torch.Tensor, scale: torch.Tensor, eps: float, iterations: int, mix_eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Coefficients of one sublayer from the streams before it, ``x`` ``[T, s, d]`` of any float dtype.
 
     ``fn`` is the float32 product ``[(2 + s) s, s d]``, ``base`` float32 ``[(2 + s) s]``, ``scale`` float32 ``[3]`` (pre, post, comb).
-    Gives float32 ``pre`` ``[T, s]`` (for the *next* collapse), ``post`` ``[T, s]`` and ``comb`` ``[T, s, s]``, source stream first.
+    Gives float32 ``pre`` ``[T, s]``, ``post`` ``[T, s]`` and ``comb`` ``[T, s, s]``, source stream first.
     ``iterations`` counts the softmax with its column step as one.
     """
     rows, streams, _ = x.shape
-    flat = x.flatten(1).float()
-    mixed = fn(flat) * torch.rsqrt(flat.square().mean(-1, keepdim=True).add_(eps))
-    parts = mixed.t().contiguous()  # rows innermost: every step below works on whole vectors
+    parts = _mixed(x, fn, eps)
     shift = base[:, None]
     pre = sigmoid(parts[:streams] * scale[0] + shift[:streams]).add_(mix_eps)
     post = sigmoid(parts[streams : 2 * streams] * scale[1] + shift[streams : 2 * streams]).mul_(2.0)
@@ -51,6 +56,16 @@ def mix_coefficients(
         comb.div_(_sum(targets).add_(mix_eps).unsqueeze(1))
         comb.div_(_sum(sources).add_(mix_eps))
     return pre.t().contiguous(), post.t().contiguous(), comb.permute(2, 0, 1).contiguous()
+
+
+def head_coefficients(
+    x: torch.Tensor, fn: PackedLinear, base: torch.Tensor, scale: torch.Tensor, eps: float, mix_eps: float
+) -> torch.Tensor:
+    """``pre`` float32 ``[T, s]`` with which V4's head collapses the last streams ``x`` ``[T, s, d]``.
+
+    ``fn`` is the float32 product ``[s, s d]``, ``base`` float32 ``[s]``, ``scale`` float32 ``[1]``.
+    """
+    return sigmoid(_mixed(x, fn, eps) * scale + base[:, None]).add_(mix_eps).t().contiguous()
 
 
 def collapse(x: torch.Tensor, pre: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -65,11 +65,7 @@ class WindowPlan:
 
     @cached_property
     def _targets(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slot and place of every row; rows that are not kept go to the null slot."""
-        step = self.step
-        kept = (step.newest >= 0) & (step.newest < self.ring)
-        slot = torch.where(kept, step.state_row.index_select(0, step.row_seq), 0)
-        return slot, step.pos % self.ring
+        return self.step.ring_places(self.ring)
 
     def store(self, ring: torch.Tensor, rows: torch.Tensor) -> None:
         """Writes the newest ``R`` rows of every sequence to ``ring`` ``[slots, R, ...]``; ``rows`` ``[T, ...]`` of its dtype."""

@@ -7,7 +7,7 @@ import torch
 
 from deepinfer.kernels.block_formats import FP4_ROWS, FP8_ROWS
 from deepinfer.kernels.cache_rows import PagedRows, RowKind, StepRows
-from deepinfer.kernels.sparse_attention import two_source_attention
+from deepinfer.kernels.sparse_attention import full_attention, two_source_attention
 from deepinfer.kernels.window_rows import WindowPlan, WindowRows
 from ragged_kit import Pages, Work, schedules
 
@@ -80,6 +80,51 @@ def test_rows_do_not_depend_on_cuts_mates_and_pages(storage: str, dtype: torch.d
                         seen[sequence, position] = out[row]
                     assert torch.equal(seen[sequence, position], out[row])
                     row += 1
+
+
+def test_all_entries_are_seen_whatever_the_bound(device: str) -> None:
+    """Up to three tiles of entries; rows do not notice cuts, mates, pages and how many tiles there might be."""
+    lengths, ratio, scale = [150, 5, 41], 1, WIDTH**-0.5
+    kind = RowKind(WIDTH, None, False, torch.bfloat16)
+    q = [random_rows(n, HEADS, WIDTH, seed=n).to(device) for n in lengths]
+    own = [kind.store(random_rows(n, WIDTH, seed=n + 1).to(device)) for n in lengths]
+    raw = [random_rows(n, WIDTH, seed=n + 2) for n in lengths]
+    sink = random_rows(HEADS, seed=9).to(device)
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    for number, steps in enumerate(schedules(lengths)):
+        if number == 1:  # one row at a time takes long
+            continue
+        pages = Pages(kind, raw, (32, 4, 1)[number % 3], device, seed=number)
+        ring = torch.full((6, RING, WIDTH), torch.nan, dtype=kind.dtype, device=device)
+        for work in steps:
+            layer = WindowRows(WindowPlan(work.rows(STATE, device), WINDOW, RING), ring, work.take(own), kind)
+            paged = pages.of([sequence for sequence, _, _ in work.spans])
+            bound = max(end for _, _, end in work.spans) // ratio + 70 * (number % 2)
+            out = full_attention(work.take(q), layer, paged, ratio, bound, sink, scale)
+            layer.store()
+            row = 0
+            for sequence, first, end in work.spans:
+                for position in range(first, end):
+                    if (sequence, position) not in seen:
+                        rows = torch.cat(
+                            (own[sequence][max(0, position - WINDOW + 1) : position + 1].cpu(), kind.store(raw[sequence])[: position + 1])
+                        )
+                        exact = plainly(q[sequence][position].cpu(), rows, sink.cpu(), scale)
+                        torch.testing.assert_close(out[row].double().cpu(), exact, rtol=1e-4, atol=1e-5)
+                        seen[sequence, position] = out[row]
+                    assert torch.equal(seen[sequence, position], out[row])
+                    row += 1
+
+
+def test_before_the_first_entry_only_the_window_counts(device: str) -> None:
+    kind = kinds("plain")[0]
+    step = Work(((0, 0, 12),)).rows([1], device)
+    rows, q = random_rows(12, WIDTH).to(device), random_rows(12, HEADS, WIDTH, seed=1).to(device)
+    dirty = PagedRows(torch.full((3, 4, WIDTH), torch.nan, device=device), torch.ones(1, 1, dtype=torch.int32, device=device), kind)
+    layer = WindowRows(WindowPlan(step, WINDOW, RING), torch.zeros(2, RING, WIDTH, device=device), rows, kind)
+    sink = random_rows(HEADS, seed=2).to(device)
+    out = full_attention(q, layer, dirty, 32, 1, sink, 0.3)
+    torch.testing.assert_close(out, two_source_attention(q, layer, None, None, sink, 0.3))
 
 
 def test_packed_and_bfloat16_rows_give_the_same_bits(device: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepinfer.kernels.linear import pack_linear
-from deepinfer.kernels.stream_mix import collapse, expand, mix_coefficients
+from deepinfer.kernels.stream_mix import collapse, expand, head_coefficients, mix_coefficients
 from invariance_kit import depends_on_batch
 
 STREAMS, EPS, ITERATIONS, MIX_EPS = 4, 1e-20, 20, 1e-6
@@ -116,3 +116,18 @@ def test_rows_do_not_depend_on_the_batch(width: int, dtype: torch.dtype, device:
     # rows come padded on the way through a model: that is part of how a GPU keeps the bits of a mean
     counts = (1, 2, 3, 7, 8, 31, 64, 129) if device == "cpu" else (32, 64, 128)
     assert depends_on_batch(whole, x, counts) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_coefficients_equal_a_plain_loop(dtype: torch.dtype, device: str) -> None:
+    fn, base, _ = parameters(32, device)
+    x = torch.randn(64, STREAMS, 32, generator=torch.Generator().manual_seed(1)).to(device=device, dtype=dtype)
+    x[3] *= 1e4
+    head, scale = pack_linear(fn[:STREAMS].contiguous()), torch.tensor([0.7], device=device)
+    pre = head_coefficients(x, head, base[:STREAMS], scale, EPS, MIX_EPS)
+    full_scale = torch.tensor([0.7, 1.0, 1.0])
+    for row in range(6):
+        exact, _, _ = plainly(x[row], fn.cpu(), base.cpu(), full_scale)
+        torch.testing.assert_close(pre[row].double().cpu(), torch.tensor(exact, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+    counts = (1, 2, 3, 7, 8, 31) if device == "cpu" else (32,)
+    assert depends_on_batch(lambda rows: head_coefficients(rows, head, base[:STREAMS], scale, EPS, MIX_EPS), x, counts) == []
