@@ -76,7 +76,7 @@ class PoolPlan:
 
 
 def pool_windows(c: torch.Tensor, z: torch.Tensor, plan: PoolPlan, pending: torch.Tensor) -> torch.Tensor:
-    """Values ``c`` and gates ``z``, float32 ``[T, D]`` (``[T, 2 D]`` with overlap), ``T ≥ 1`` → an entry of each window, float32 ``[m, D]``.
+    """Values ``c`` and gates ``z``, float32 ``[T, D]`` (``[T, 2 D]`` with overlap), ``T ≥ 1`` → an entry a window, float32 ``[m, D]``.
 
     Rows of earlier steps come from ``pending`` float32 ``[slots, P, 2, D or 2 D]`` (place ``position % P``), whose places of the newest
     ``P`` rows of every sequence then become those of this step. Windows that there are not may have any value.
