@@ -38,7 +38,8 @@ CRATES = {
     "kvindex": set(),
     "scheduler": {"deepinfer-kvindex"},
     "kvtransfer": set(),
-    "bindings": {"deepinfer-kvindex", "deepinfer-scheduler", "deepinfer-kvtransfer"},
+    "kvstore": set(),
+    "bindings": {"deepinfer-kvindex", "deepinfer-scheduler", "deepinfer-kvtransfer", "deepinfer-kvstore"},
 }
 
 

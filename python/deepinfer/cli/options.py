@@ -90,6 +90,7 @@ ENGINE_OPTIONS = (
     Option("yoco_prefill_keep_tokens", "last tokens of a prompt that truncation leaves whole", int),
     Option("max_backtracking_tokens", "most rows a step may write past the last one that counts", int),
     Option("engram_cache_gib", "host memory for rows of Engram tables, in GiB; 0 is none (default: 0.25 a table)", float),
+    Option("engram_tables", "where Engram tables are for a step (default: auto)", str, ("auto", "files", "device", "host")),
     Option("max_images_per_prompt", "most images of one prompt (default: 64)", int),
     Option("max_image_pixels", "most pixels of an image as it comes (default: 67108864)", int),
     Option("num_threads", "torch threads of the step loop", int),

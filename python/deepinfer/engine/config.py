@@ -13,7 +13,7 @@ import torch
 
 from deepinfer.engine import environ
 from deepinfer.errors import ConfigError, UnsupportedFormatError
-from deepinfer.models.base import CacheForm, Truncation
+from deepinfer.models.base import CacheForm, TablePlace, Truncation
 from deepinfer.platforms import Platform, get_platform
 from deepinfer.speculative import OFF, SpeculativeSettings
 
@@ -96,6 +96,8 @@ class EngineConfig:
             ``MAX_BACKTRACKING_TOKENS``, else what the drafts of the model or of ``num_draft_tokens`` need.
         engram_cache_gib: host memory for rows of a model's Engram tables, all tables together; the tables themselves stay in their
             files. 0 = none, ``None`` = 0.25 a table.
+        engram_tables: where a model's Engram tables are for a step: in their ``files`` (a CPU), on the ``device``, or in page-locked
+            ``host`` memory that a GPU reads; ``None`` or ``auto`` = files on a CPU, a GPU that has twice their room, else the host.
         max_images_per_prompt: most images of a prompt, for models that take images.
         max_image_pixels: most pixels (width times height) of an image as it comes, before it is scaled for the model.
         num_threads: torch threads; ``None`` = ``DEEPINFER_NUM_THREADS``, else torch's choice.
@@ -145,6 +147,7 @@ class EngineConfig:
     yoco_prefill_keep_tokens: int | None = None
     max_backtracking_tokens: int | None = None
     engram_cache_gib: float | None = None
+    engram_tables: TablePlace | None = None
     max_images_per_prompt: int = 64
     max_image_pixels: int = 1 << 26
 
@@ -207,6 +210,8 @@ class EngineConfig:
         _positive("yoco_prefill_keep_tokens", self.yoco_prefill_keep_tokens)
         _positive("max_backtracking_tokens", self.max_backtracking_tokens, most=_MOST_BACKTRACKING)
         _gib("engram_cache_gib", self.engram_cache_gib)
+        if self.engram_tables is not None and self.engram_tables not in get_args(TablePlace):
+            raise ConfigError(f"engram_tables must be one of {', '.join(get_args(TablePlace))}, got {self.engram_tables!r}")
 
     def _check_role(self) -> None:
         if self.engine_type not in get_args(EngineType):

@@ -11,7 +11,7 @@ from deepinfer.models.base import ConfigurableModel, Drafter, Model, ModelOption
 from deepinfer.speculative import SpeculativeSettings
 
 _DEFAULT_BLOCK = 64
-_SETTINGS = ("yoco_prefill_truncation", "yoco_prefill_keep_tokens", "max_backtracking_tokens", "engram_cache_gib")
+_SETTINGS = ("yoco_prefill_truncation", "yoco_prefill_keep_tokens", "max_backtracking_tokens", "engram_cache_gib", "engram_tables")
 
 
 def block_tokens(config: EngineConfig, model: Model) -> int:
@@ -61,6 +61,7 @@ def configure_model(config: EngineConfig, model: Model, max_draft: int, drafts: 
             max_backtracking=environ.get("MAX_BACKTRACKING_TOKENS") if back is None else back,
             max_draft=max_draft,
             table_cache_bytes=None if config.engram_cache_gib is None else int(config.engram_cache_gib * 2**30),
+            table_place=config.engram_tables or "auto",
             drafts=drafts,
         )
     )

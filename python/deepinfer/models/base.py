@@ -102,6 +102,7 @@ class StateGroup:
 
 Truncation = Literal["off", "mask", "compact"]
 CacheForm = Literal["auto", "packed", "bfloat16", "float32"]
+TablePlace = Literal["auto", "files", "device", "host"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class ModelOptions:
         max_backtracking: most rows one step may write past the last one that counts.
         max_draft: most drafts of a sequence and step.
         table_cache_bytes: host memory for rows of tables that stay in their files, all tables together.
+        table_place: where those tables are for a step: in their files, on the device, or in host memory that a GPU reads by itself.
         drafts: whether the model makes them itself (``Drafter``), so that what it needs for that must be kept from the first row on.
     """
 
@@ -124,6 +126,7 @@ class ModelOptions:
     max_backtracking: int | None = None
     max_draft: int = 0
     table_cache_bytes: int | None = None
+    table_place: TablePlace = "auto"
     drafts: bool = False
 
 

@@ -2,40 +2,47 @@
 
 Depends on ids alone, so all tables are read before the first layer. The ids that n-grams reach back to come from the step or from a
 short ring of compressed ids in the state. On a CPU tables stay in their files and are read in the order of the launches: ids that
-the device fills in are known by then. A GPU gets them whole, since nobody may wait for its ids on the host.
+the device fills in are known by then. For a GPU, whose ids nobody may wait for on the host, they are copied: to the device where
+they take at most half of what is free there, else into page-locked host memory, from which the device reads the rows it wants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
 
 from deepinfer.platforms import get_platform
+from deepinfer.platforms.host_memory import empty_on_host, seen_by_device
 
-from ...errors import CapacityError
+from ...errors import CapacityError, ConfigError
 from ...kernels.cache_rows import StepRows
 from ...kernels.engram_hash import engram_hash
 from ...kernels.window_rows import WindowPlan
+from ..base import TablePlace
 from .engram import DEAD, EngramTopology, compress_ids
 from .engram_table import EngramTable
 
 _COPIED_AT_ONCE = 1 << 18
 _MOST_OF_FREE = 0.5
-"""Share of a device's free memory that tables may take."""
+"""Share of a device's free memory that tables take unasked."""
+_MOST_TO_FILL = 0.9
+"""Share of free memory that tables may take where they are told to."""
 
 
-class _DeviceTable:
-    """Records of a table on the device."""
+class _CopiedTable:
+    """All records of a table, in memory of the device or in page-locked memory of the host that the device reads."""
 
-    def __init__(self, table: EngramTable, device: torch.device) -> None:
+    def __init__(self, table: EngramTable, device: torch.device, on_host: bool) -> None:
         self._table = table
         table.set_cache(0)  # every row is read once
-        self._records = torch.empty((table.rows, table.record_bytes), dtype=torch.uint8, device=device)
+        shape = (table.rows, table.record_bytes)
+        records = empty_on_host(shape, device) if on_host else torch.empty(shape, dtype=torch.uint8, device=device)
         for first in range(0, table.rows, _COPIED_AT_ONCE):
             rows = torch.arange(first, min(first + _COPIED_AT_ONCE, table.rows))
-            self._records[first : first + len(rows)] = table.records(rows).to(device)
+            records[first : first + len(rows)] = table.records(rows).to(records.device)
+        self._records = seen_by_device(records, device) if on_host else records
 
     def read(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See ``EngramTable.read``."""
@@ -43,17 +50,24 @@ class _DeviceTable:
         return torch.where(rows[..., None] < 0, 0.0, self._table.decode(found, dtype))
 
 
-def _placed(tables: Sequence[EngramTable], device: torch.device) -> Sequence[EngramTable | _DeviceTable]:
-    if device.type == "cpu":
+def _placed(tables: Sequence[EngramTable], device: torch.device, where: TablePlace) -> Sequence[EngramTable | _CopiedTable]:
+    if where == "files" or (where == "auto" and device.type == "cpu"):
+        if device.type != "cpu":
+            raise ConfigError("engram_tables='files' is for a CPU: a GPU does not wait for ids on the host; use 'host' or 'auto'")
         return tables
     wanted = sum(table.rows * table.record_bytes for table in tables)
     free = get_platform(str(device)).memory_available()
-    if wanted > _MOST_OF_FREE * free:
+    if where == "auto":
+        where = "device" if wanted <= _MOST_OF_FREE * free else "host"
+    if where == "host":
+        free = get_platform("cpu").memory_available()
+    if wanted > _MOST_TO_FILL * free:
+        there = f"on {device}" if where == "device" else "in host memory"
         raise CapacityError(
-            f"the Engram tables take {wanted / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {device}, of which tables may take "
-            "half; run on a CPU, where they stay in their files"
+            f"the Engram tables take {wanted / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free {there}; "
+            "run with more memory, or on a CPU, where they stay in their files"
         )
-    return [_DeviceTable(table, device) for table in tables]
+    return [_CopiedTable(table, device, where == "host") for table in tables]
 
 
 class EngramReader:
@@ -65,18 +79,29 @@ class EngramReader:
         token_map: int64 ``[vocab]``, compressed id of every token.
         dtype: of the rows; device: where steps are.
 
-    Raises:
-        CapacityError: the tables are too large for the device.
+    Tables stay in their files until ``place`` is called.
     """
 
     def __init__(
         self, topology: EngramTopology, tables: Sequence[EngramTable], token_map: torch.Tensor, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._topology, self._tables, self._dtype = topology, list(tables), dtype
-        self._read = [table.read for table in _placed(tables, device)]
+        self._read: list[Callable[[torch.Tensor, torch.dtype], torch.Tensor]] = [table.read for table in tables]
+        self._device = device
+        self._where: TablePlace | None = None
         self._multipliers, self._primes, self._offsets = topology.tensors(device)
         self._pad = int(token_map[topology.pad_token])
         self._map = token_map.to(device)
+
+    def place(self, where: TablePlace) -> None:
+        """Puts the tables where steps are to read them; see ``models.base.ModelOptions``.
+
+        Raises:
+            CapacityError: they do not fit there. ConfigError: steps cannot read them there.
+        """
+        if where != self._where:
+            self._read = [table.read for table in _placed(self._tables, self._device, where)]
+            self._where = where
 
     def set_cache(self, cache_bytes: int) -> None:
         """Bounds what all tables together keep of their rows in memory, begun empty."""

@@ -155,8 +155,10 @@ class DeepseekV41Model:
         form = options.cache_form
         if form == "auto":
             form = "packed" if packs(t) else "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-        if options.table_cache_bytes is not None and self._engram is not None:
-            self._engram.set_cache(options.table_cache_bytes)
+        if self._engram is not None:
+            if options.table_cache_bytes is not None:
+                self._engram.set_cache(options.table_cache_bytes)
+            self._engram.place(options.table_place)
         self._options = replace(options, cache_form=form, keep_tokens=keep, max_backtracking=back)
         return self._options
 
