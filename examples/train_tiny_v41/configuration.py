@@ -1,6 +1,7 @@
 """Configurations that are trained, as the dictionary a config.json holds.
 
-Owns: sizes. Never touches: weights. ``tiny`` is the one to train (window 128), ``smoke`` the same layers in the least widths.
+Owns: sizes. Never touches: weights. ``tiny`` is the one to train (window 128), ``small`` seven times that (16,384 ids), ``smoke``
+the layers of ``tiny`` in the least widths.
 """
 
 from __future__ import annotations
@@ -17,6 +18,17 @@ _SIZES: dict[str, dict[str, Any]] = {
         "q_lora_rank": 128, "o_lora_rank": 64, "o_groups": 4, "n_routed_experts": 12, "num_experts_per_tok": 2, "sliding_window": 128,
         "index_n_heads": 16, "index_head_dim": 32, "index_topk": 32, "candidate_topk_blocks": 16, "candidate_block_size": 8,
         "engram_vocab_size": 5000, "engram_n_heads": 2, "engram_head_dim": 32, "dspark_markov_rank": 64, "dspark_n_routed_experts": 8,
+    },
+    "small": {
+        "num_hidden_layers": 12, "max_position_embeddings": 8192,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 2048},
+        "compress_ratios": [0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 0], "kv_source_layer_ids": [2, 4, 6],
+        "index_source_layer_ids": [2, 4, 6, 8, 10], "candidate_source_layer_id": 6, "engram_layer_ids": [1, 4],
+        "dspark_target_layer_ids": [9, 10, 11],
+        "hidden_size": 640, "moe_intermediate_size": 320, "num_attention_heads": 8, "head_dim": 128, "qk_rope_head_dim": 64,
+        "q_lora_rank": 256, "o_lora_rank": 160, "o_groups": 4, "n_routed_experts": 12, "num_experts_per_tok": 3, "sliding_window": 128,
+        "index_n_heads": 16, "index_head_dim": 64, "index_topk": 128, "candidate_topk_blocks": 64, "candidate_block_size": 8,
+        "engram_vocab_size": 16000, "engram_n_heads": 4, "engram_head_dim": 64, "dspark_markov_rank": 64, "dspark_n_routed_experts": 6,
     },
     "smoke": {
         "hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 2, "head_dim": 32, "qk_rope_head_dim": 16,

@@ -223,7 +223,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="trains a small DeepSeek-V4.1")
     parser.add_argument("--work", type=Path, required=True, help="folder of corpus.py's files; states are kept there")
-    parser.add_argument("--config", default="tiny", help="tiny or smoke")
+    parser.add_argument("--config", default="tiny", help="tiny, small or smoke")
     parser.add_argument("--minutes", type=float, default=8.0, help="length of this slice")
     parser.add_argument("--total-minutes", type=float, default=16.0, help="length of the whole run")
     parser.add_argument("--total-steps", type=int, default=0, help="length in steps instead")
