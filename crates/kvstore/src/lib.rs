@@ -8,10 +8,13 @@
 //! What holds everywhere: nothing is visible before it is durable; nothing is overwritten; bytes that do not have their checksum are
 //! a miss. The picture of the layout, the guarantees and what happens on each fault are in `docs/kvstore.md`.
 
+pub mod checksum;
 pub mod error;
 pub mod key;
 pub mod media;
 pub mod object;
+pub mod record;
+pub mod root;
 
 pub use error::Error;
 pub use key::{Key, Kind, ObjectId};

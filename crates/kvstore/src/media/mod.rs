@@ -3,6 +3,10 @@
 //! Owns: the contract [`Media`] of the kinds of segment: files of this machine, objects of a back end, stripes over twelve of them.
 //! Never touches: which objects are kept and who may read them.
 
+pub mod footer;
+pub mod local;
+pub mod segment;
+
 use crate::error::Error;
 use crate::object::Meta;
 
@@ -55,6 +59,18 @@ pub trait Media: Send + Sync {
     /// # Errors
     /// [`Error::Newer`], [`Error::Io`], [`Error::Unavailable`].
     fn recover(&self, each: &mut dyn FnMut(Place, Meta)) -> Result<(), Error>;
+
+    /// Every record of one sealed segment, for its collection.
+    ///
+    /// # Errors
+    /// As [`Media::recover`]; [`Error::Invalid`] where a media can tell that the segment is not a sealed one.
+    fn records(&self, segment: u32, each: &mut dyn FnMut(Place, Meta)) -> Result<(), Error> {
+        self.recover(&mut |place, meta| {
+            if place.segment == segment {
+                each(place, meta);
+            }
+        })
+    }
 
     /// Ends the segment that is being appended to, so that it may be deleted when nothing of it lives.
     ///
