@@ -10,9 +10,11 @@
 
 pub mod checksum;
 pub mod error;
+pub mod index;
 pub mod key;
 pub mod media;
 pub mod object;
+pub mod policy;
 pub mod record;
 pub mod root;
 
