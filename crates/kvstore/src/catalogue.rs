@@ -1,0 +1,400 @@
+//! What a store must know at its start and cannot read from its segments: tenants with their quotas, times to live, which records are bad or
+//! removed, which segments there should be, how far its time had come. In `redb`, written when one of these changes: never for a block.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use redb::{Database, Durability, ReadableTable, TableDefinition};
+use rustix::fs::OFlags;
+
+use crate::error::Error;
+use crate::key::{Key, Kind, ObjectId};
+use crate::media::Place;
+use crate::object::{Class, TenantId};
+use crate::root::{Root, open_file};
+
+/// Name → number, quota in bytes (all ones: none).
+const TENANTS: TableDefinition<&str, (u16, u64)> = TableDefinition::new("tenants");
+/// Class → time to live, seconds.
+const LIFETIMES: TableDefinition<u8, u32> = TableDefinition::new("lifetimes");
+/// (segment, offset) → kind, key, why, when.
+const BAD: TableDefinition<(u32, u32), (u8, u128, u8, u32)> = TableDefinition::new("bad");
+/// Segment → bytes when it was sealed.
+const SEGMENTS: TableDefinition<u32, u64> = TableDefinition::new("segments");
+/// Numbers by name.
+const SETTINGS: TableDefinition<&str, u64> = TableDefinition::new("settings");
+
+const NO_QUOTA: u64 = u64::MAX;
+const TIME: &str = "time";
+const NUMBERS: &str = "tenant numbers";
+
+/// Longest name of a tenant.
+pub const MAX_NAME: usize = 64;
+
+/// Why a record is not to be served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Bad {
+    /// Its bytes lacked their checksum.
+    Damaged = 1,
+    /// Somebody asked for its removal.
+    Removed = 2,
+}
+
+/// A tenant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tenant {
+    /// Its number.
+    pub id: TenantId,
+    /// Most bytes of objects it may have.
+    pub quota: Option<u64>,
+}
+
+/// The database.
+pub struct Catalogue {
+    db: Database,
+}
+
+fn wrap<E: Into<redb::Error>>(what: &str) -> impl FnOnce(E) -> Error {
+    let what = format!("{what} in the catalogue");
+    move |error| match error.into() {
+        redb::Error::Io(source) if source.kind() == io::ErrorKind::StorageFull => {
+            Error::Full(format!("{what}: {source}"))
+        }
+        redb::Error::Io(source) => Error::Io { what, source },
+        redb::Error::UpgradeRequired(_) => Error::Newer { what, found: 0, known: 0 },
+        other => Error::Io { what, source: io::Error::other(other.to_string()) },
+    }
+}
+
+fn name_is_fit(name: &str) -> Result<(), Error> {
+    let fit = (1..=MAX_NAME).contains(&name.len())
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'));
+    fit.then_some(()).ok_or_else(|| {
+        Error::Invalid(format!("a tenant's name is 1 to {MAX_NAME} letters, digits, dots, dashes and underscores"))
+    })
+}
+
+impl Catalogue {
+    /// Opens the catalogue of a root, made where it is missing.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::Newer`].
+    pub fn open(root: &Root) -> Result<Self, Error> {
+        let file = open_file(root.dir(), "catalogue.redb", OFlags::RDWR | OFlags::CREATE)
+            .map_err(Error::io(format!("open {}/catalogue.redb", root.path().display())))?;
+        let mut builder = Database::builder();
+        builder.set_cache_size(4 << 20);
+        builder.create_with_file_format_v3(true);
+        let db = builder.create_file(file).map_err(wrap("open"))?;
+        let catalogue = Self { db };
+        // All tables are there from now on, so that reading needs no case for a missing one.
+        catalogue.change("begin", Durability::Immediate, |change| {
+            change.open_table(TENANTS)?;
+            change.open_table(LIFETIMES)?;
+            change.open_table(BAD)?;
+            change.open_table(SEGMENTS)?;
+            change.open_table(SETTINGS)?;
+            Ok(())
+        })?;
+        Ok(catalogue)
+    }
+
+    fn change<T>(
+        &self,
+        what: &str,
+        durability: Durability,
+        change: impl FnOnce(&redb::WriteTransaction) -> Result<T, redb::Error>,
+    ) -> Result<T, Error> {
+        let mut transaction = self.db.begin_write().map_err(wrap(what))?;
+        transaction.set_durability(durability);
+        let done = change(&transaction).map_err(wrap(what))?;
+        transaction.commit().map_err(wrap(what))?;
+        Ok(done)
+    }
+
+    fn look<T>(
+        &self,
+        what: &str,
+        look: impl FnOnce(&redb::ReadTransaction) -> Result<T, redb::Error>,
+    ) -> Result<T, Error> {
+        let transaction = self.db.begin_read().map_err(wrap(what))?;
+        look(&transaction).map_err(wrap(what))
+    }
+
+    /// The tenant of a name, with a new number if it has none. A number is never given to a second name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a name that is none, [`Error::Full`] when all 65,535 numbers are given, [`Error::Io`].
+    pub fn tenant(&self, name: &str) -> Result<Tenant, Error> {
+        name_is_fit(name)?;
+        if let Some(tenant) = self.tenants()?.remove(name) {
+            return Ok(tenant);
+        }
+        let id = self.change("add a tenant", Durability::Immediate, |change| {
+            let mut tenants = change.open_table(TENANTS)?;
+            let mut settings = change.open_table(SETTINGS)?;
+            let given = settings.get(NUMBERS)?.map_or(0, |given| given.value());
+            let known = tenants.get(name)?.map(|found| found.value().0);
+            let fresh = u16::try_from(given + 1).ok();
+            if let (None, Some(id)) = (known, fresh) {
+                settings.insert(NUMBERS, u64::from(id))?;
+                tenants.insert(name, (id, NO_QUOTA))?;
+            }
+            Ok(known.or(fresh))
+        })?;
+        let id = id.ok_or_else(|| Error::Full("all 65535 numbers of tenants are given".to_owned()))?;
+        Ok(Tenant { id: TenantId(id), quota: None })
+    }
+
+    /// Numbers up to `seen` are somebody's, whatever became of the table of names: its file may have been lost.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn keep_numbers(&self, seen: TenantId) -> Result<(), Error> {
+        let given = self.setting(NUMBERS)?.unwrap_or(0);
+        if given >= u64::from(seen.0) {
+            return Ok(());
+        }
+        self.set(NUMBERS, u64::from(seen.0), Durability::Immediate)
+    }
+
+    /// All tenants by name.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn tenants(&self) -> Result<BTreeMap<String, Tenant>, Error> {
+        self.look("read tenants", |look| {
+            let table = look.open_table(TENANTS)?;
+            let mut found = BTreeMap::new();
+            for row in table.iter()? {
+                let (name, value) = row?;
+                let (id, quota) = value.value();
+                let quota = (quota != NO_QUOTA).then_some(quota);
+                found.insert(name.value().to_owned(), Tenant { id: TenantId(id), quota });
+            }
+            Ok(found)
+        })
+    }
+
+    /// Sets or lifts a tenant's quota.
+    ///
+    /// # Errors
+    /// As [`Catalogue::tenant`].
+    pub fn set_quota(&self, name: &str, quota: Option<u64>) -> Result<Tenant, Error> {
+        let tenant = Tenant { quota: quota.filter(|&bytes| bytes != NO_QUOTA), ..self.tenant(name)? };
+        self.change("set a quota", Durability::Immediate, |change| {
+            change.open_table(TENANTS)?.insert(name, (tenant.id.0, tenant.quota.unwrap_or(NO_QUOTA)))?;
+            Ok(())
+        })?;
+        Ok(tenant)
+    }
+
+    /// Times to live that were set, seconds; a class without one has its default.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn lifetimes(&self) -> Result<BTreeMap<u8, u32>, Error> {
+        self.look("read times to live", |look| {
+            let table = look.open_table(LIFETIMES)?;
+            table
+                .iter()?
+                .map(|row| row.map(|(class, seconds)| (class.value(), seconds.value())).map_err(Into::into))
+                .collect()
+        })
+    }
+
+    /// Sets a class's time to live.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn set_lifetime(&self, class: Class, seconds: u32) -> Result<(), Error> {
+        self.change("set a time to live", Durability::Immediate, |change| {
+            change.open_table(LIFETIMES)?.insert(class as u8, seconds)?;
+            Ok(())
+        })
+    }
+
+    /// Records that are never to be served again.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn add_bad(&self, records: &[(Place, ObjectId)], why: Bad, now: u32) -> Result<(), Error> {
+        self.change("note a bad record", Durability::Immediate, |change| {
+            let mut table = change.open_table(BAD)?;
+            for (place, id) in records {
+                table.insert((place.segment, place.offset), (id.kind as u8, id.key.0, why as u8, now))?;
+            }
+            Ok(())
+        })
+    }
+
+    /// All of them.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn bad(&self) -> Result<Vec<(Place, ObjectId, Bad)>, Error> {
+        self.look("read bad records", |look| {
+            let table = look.open_table(BAD)?;
+            let mut found = Vec::new();
+            for row in table.iter()? {
+                let (place, value) = row?;
+                let ((segment, offset), (kind, key, why, _)) = (place.value(), value.value());
+                let kind = if kind == Kind::Slice as u8 { Kind::Slice } else { Kind::Block };
+                let why = if why == Bad::Removed as u8 { Bad::Removed } else { Bad::Damaged };
+                found.push((Place { segment, offset }, ObjectId { kind, key: Key(key) }, why));
+            }
+            Ok(found)
+        })
+    }
+
+    /// Notes sealed segments, so that one whose file is lost is missed.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn add_segments(&self, segments: &[(u32, u64)]) -> Result<(), Error> {
+        self.change("note segments", Durability::Eventual, |change| {
+            let mut table = change.open_table(SEGMENTS)?;
+            for &(number, bytes) in segments {
+                table.insert(number, bytes)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Forgets a deleted segment with its bad records. Call before the deletion: what is forgotten and still there is found again.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn remove_segment(&self, number: u32) -> Result<(), Error> {
+        self.change("forget a segment", Durability::Eventual, |change| {
+            change.open_table(SEGMENTS)?.remove(number)?;
+            Ok(())
+        })
+    }
+
+    /// Forgets the bad records of a segment that is deleted.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn remove_bad(&self, number: u32) -> Result<(), Error> {
+        self.change("forget bad records", Durability::Eventual, |change| {
+            change.open_table(BAD)?.retain_in((number, 0)..=(number, u32::MAX), |_, _| false)?;
+            Ok(())
+        })
+    }
+
+    /// Sealed segments that were noted.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn segments(&self) -> Result<BTreeMap<u32, u64>, Error> {
+        self.look("read segments", |look| {
+            let table = look.open_table(SEGMENTS)?;
+            table
+                .iter()?
+                .map(|row| row.map(|(number, bytes)| (number.value(), bytes.value())).map_err(Into::into))
+                .collect()
+        })
+    }
+
+    fn setting(&self, name: &str) -> Result<Option<u64>, Error> {
+        self.look("read a setting", |look| Ok(look.open_table(SETTINGS)?.get(name)?.map(|value| value.value())))
+    }
+
+    fn set(&self, name: &str, value: u64, durability: Durability) -> Result<(), Error> {
+        self.change("keep a setting", durability, |change| {
+            change.open_table(SETTINGS)?.insert(name, value)?;
+            Ok(())
+        })
+    }
+
+    /// How far the store's time had come, Unix seconds.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn time(&self) -> Result<Option<u32>, Error> {
+        Ok(self.setting(TIME)?.and_then(|time| u32::try_from(time).ok()))
+    }
+
+    /// Keeps the time.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn set_time(&self, now: u32) -> Result<(), Error> {
+        self.set(TIME, now.into(), Durability::Eventual)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn with(base: &tempfile::TempDir, what: impl FnOnce(&Catalogue)) {
+        let root = Root::open(base.path()).unwrap();
+        what(&Catalogue::open(&root).unwrap());
+    }
+
+    #[test]
+    fn tenants_keep_their_numbers_and_quotas() {
+        let base = tempfile::tempdir().unwrap();
+        with(&base, |catalogue| {
+            assert_eq!(catalogue.tenant("a").unwrap(), Tenant { id: TenantId(1), quota: None });
+            assert_eq!(catalogue.set_quota("b", Some(77)).unwrap(), Tenant { id: TenantId(2), quota: Some(77) });
+            assert_eq!(catalogue.tenant("a").unwrap().id, TenantId(1));
+        });
+        with(&base, |catalogue| {
+            assert_eq!(catalogue.tenant("b").unwrap(), Tenant { id: TenantId(2), quota: Some(77) });
+            catalogue.set_quota("b", None).unwrap();
+            catalogue.keep_numbers(TenantId(40)).unwrap();
+            catalogue.keep_numbers(TenantId(3)).unwrap();
+            assert_eq!(catalogue.tenant("c").unwrap().id, TenantId(41));
+            assert_eq!(catalogue.tenants().unwrap().len(), 3);
+            assert_eq!(catalogue.tenants().unwrap()["b"].quota, None);
+            catalogue.keep_numbers(TenantId(u16::MAX)).unwrap();
+            assert!(matches!(catalogue.tenant("d"), Err(Error::Full(_))));
+            for name in ["", "a/b", "..\u{0}", "é", &"x".repeat(65)] {
+                assert!(matches!(catalogue.tenant(name), Err(Error::Invalid(_))), "{name}");
+            }
+        });
+        let mode = std::fs::metadata(base.path().join("catalogue.redb")).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+
+    #[test]
+    fn bad_records_go_with_their_segment() {
+        let base = tempfile::tempdir().unwrap();
+        let id = |key| ObjectId { kind: Kind::Slice, key: Key(key) };
+        let place = |segment, offset| Place { segment, offset };
+        with(&base, |catalogue| {
+            let damaged = [(place(1, 5), id(9)), (place(2, 0), id(8)), (place(2, u32::MAX), id(7))];
+            catalogue.add_bad(&damaged, Bad::Damaged, 1).unwrap();
+            catalogue.add_bad(&[(place(3, 1), id(6))], Bad::Removed, 1).unwrap();
+            catalogue.add_segments(&[(1, 10), (2, 20)]).unwrap();
+            catalogue.remove_segment(2).unwrap();
+            catalogue.remove_bad(2).unwrap();
+            catalogue.set_time(55).unwrap();
+        });
+        with(&base, |catalogue| {
+            let bad = catalogue.bad().unwrap();
+            assert_eq!(bad, [(place(1, 5), id(9), Bad::Damaged), (place(3, 1), id(6), Bad::Removed)]);
+            assert_eq!(catalogue.segments().unwrap(), BTreeMap::from([(1, 10)]));
+            assert_eq!(catalogue.time().unwrap(), Some(55));
+        });
+    }
+
+    #[test]
+    fn times_to_live_are_kept() {
+        let base = tempfile::tempdir().unwrap();
+        with(&base, |catalogue| {
+            assert!(catalogue.lifetimes().unwrap().is_empty());
+            catalogue.set_lifetime(Class::Agent, 30).unwrap();
+        });
+        with(&base, |catalogue| {
+            assert_eq!(catalogue.lifetimes().unwrap(), BTreeMap::from([(Class::Agent as u8, 30)]));
+        });
+    }
+}
