@@ -271,7 +271,8 @@ def leftovers(llm: LLM) -> list[str]:
     ]:
         if pool["held"] or pool["parked"]:
             wrong.append(f"{name}: {pool}")
-    if engine.has_unfinished() or engine._answers or engine._requests or engine._grammars._matchers or engine._grammars._errors:
+    answers, grammars = engine._answers, engine._grammars
+    if engine.has_unfinished() or answers.by_handle or answers.requests or grammars._matchers or grammars._errors:
         wrong.append("requests are left")
     if (why := engine._core.check()) is not None:
         wrong.append(why)

@@ -23,7 +23,7 @@ class Scripted:
         self.turn += 1
         core, loop = self._engine._core, self._engine._loop
         self.steps_in_flight = max(self.steps_in_flight, loop.in_flight)
-        for handle, answer in self._engine._answers.items():
+        for handle, answer in self._engine._answers.by_handle.items():
             info = core.info(handle)
             if info is None or info["status"] != "running":
                 continue

@@ -34,7 +34,7 @@ PROMPTS = [f"prompt number {i} " + "x" * i for i in range(12)]
 
 def idle(llm: LLM) -> bool:
     """Whether nothing is left of any request: every block is free or cached, every state slot free."""
-    if llm.has_unfinished_requests() or llm.engine._answers:
+    if llm.has_unfinished_requests() or llm.engine._answers.by_handle:
         return False
     for _ in range(3):  # completes what was in flight, then opens the fences of the last real step
         llm.engine.step()

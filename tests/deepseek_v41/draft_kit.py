@@ -44,7 +44,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, where: Path, name: str, device: s
     """A small engine with ``loaded(name)``; ``where`` is an empty directory, or one of an earlier call with this name."""
     if device != "cpu":
         pytest.skip("the model of these engines is on the CPU")
-    monkeypatch.setattr("deepinfer.engine.engine.load_model", lambda *_: loaded(name))
+    monkeypatch.setattr("deepinfer.engine.assembly.load_model", lambda *_: loaded(name))
     defaults: dict[str, Any] = {
         "load_format": "dummy", "num_kv_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 160, "max_model_len": 640,
         "num_threads": 1,

@@ -93,7 +93,7 @@ def test_answers_are_those_without_drafts(
 
 def slot_of(engine: Engine, handle: int) -> int:
     """State slot of a sequence, also after its end as long as nobody else has come."""
-    return int((engine._handle_of_slot == handle).nonzero()[0][-1])
+    return int((engine._answers.handle_of_slot == handle).nonzero()[0][-1])
 
 
 def kept(engine: Engine, slot: int, upto: int) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ def kept(engine: Engine, slot: int, upto: int) -> dict[str, torch.Tensor]:
 def start(engine: Engine, prompt: list[int], length: int = 60) -> int:
     """Adds one request; its handle."""
     engine.add_request(request("r", prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True), stream=True))
-    return engine._requests["r"][0]
+    return engine._answers.requests["r"][0]
 
 
 def computed(engine: Engine, handle: int) -> int:

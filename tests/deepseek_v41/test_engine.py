@@ -104,7 +104,7 @@ def states(engine: Engine, names: list[str]) -> dict[str, dict[str, torch.Tensor
     fields = model.caches.views(engine._runner.kv.tensors["state0"], replica=True)
     found = {}
     for name in names:
-        (handle,) = engine._requests[name]
+        (handle,) = engine._answers.requests[name]
         info = engine._core.info(handle)
         assert info is not None
         slot = info["state_slot"]
@@ -121,7 +121,7 @@ def run_until(engine: Engine, names: list[str], tokens: int) -> None:
     """Steps until all have made so many tokens at least; they go on."""
     for _ in range(200):
         engine.step()
-        made = [engine._core.info(engine._requests[name][0]) for name in names]
+        made = [engine._core.info(engine._answers.requests[name][0]) for name in names]
         if all(info is not None and info["output_tokens"] >= tokens for info in made):
             settle(engine)
             return
@@ -149,7 +149,7 @@ def test_copies_at_boundaries_do_not_know_of_drafts(device: str) -> None:
             engine.step()
             settle(engine)
             for name in set(names) - seen:
-                info = engine._core.info(engine._requests[name][0])
+                info = engine._core.info(engine._answers.requests[name][0])
                 assert info is not None
                 if info["computed_tokens"] >= 32:  # the next boundary is more than two steps away
                     replica = states(engine, [name])[name]

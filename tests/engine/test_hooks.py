@@ -37,7 +37,7 @@ class Recorder(Engine):
 
     def load_state_from_store_to_prefill_cache(self, admission: Admission) -> None:
         self.calls["load"] += 1
-        assert self._answers[admission.seq].request.request_id == admission.request_id
+        assert self._answers.by_handle[admission.seq].request.request_id == admission.request_id
         self.admitted.append((admission.seq, admission.state_slot, admission.tokens))
         if self.broken == "load":
             self.broken = None

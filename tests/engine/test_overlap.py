@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import deepinfer.engine.engine as engine_module
+import deepinfer.engine.assembly as assembly_module
 from deepinfer.engine.engine import Engine
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, Work, make_queue
@@ -86,7 +86,7 @@ def test_a_step_takes_the_longer_of_host_and_device(host: float, device_time: fl
     spans = {}
     for overlap in (True, False):
         queue = VirtualQueue(make_queue(torch.device(device), False), device_time)
-        monkeypatch.setattr(engine_module, "make_queue", lambda *_, q=queue: q)
+        monkeypatch.setattr(assembly_module, "make_queue", lambda *_, q=queue: q)
         with make_engine(tiny_checkpoint("llama"), device, zero_overhead=overlap) as engine:
 
             def spend(q: VirtualQueue = queue) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepinfer.engine.engine import Engine
 from deepinfer.sampling import SamplingParams
-from deepinfer.worker.runner import Step
+from deepinfer.worker.step import Step
 from deepinfer.worker.step_ring import Header
 from engine_kit import make_engine, random_prompts, request, tiny_checkpoint
 from fake_cuda import FakeCuda

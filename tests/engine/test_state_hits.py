@@ -128,7 +128,7 @@ def test_replay_computes_less_again_and_only_that(wanted: list[list[int]]) -> No
             stats = engine.core_stats()
             again[policy] = stats["rerun_tokens"]
             assert stats["start_rerun"] > 0 and stats["rerun_tokens"] == engine.model.reruns  # type: ignore[attr-defined]
-            assert engine._core.check() is None and engine._kv_identity()["hit policy"] == policy
+            assert engine._core.check() is None and engine._layout.identity["hit policy"] == policy
     assert made != wanted, "windows of one grain are not those of the whole prompt"
     assert 0 < again["replay"] < again["exact"]
 

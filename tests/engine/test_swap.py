@@ -78,7 +78,7 @@ def test_rates_are_measured(device: str) -> None:
 
 def test_the_host_pool_is_bounded(device: str) -> None:
     with make_engine(tiny_checkpoint("llama"), device, swap_space_gib=0, **SMALL) as engine:
-        assert engine.swap.blocks == 0 and engine._runner.host is None
+        assert engine.swap.blocks == 0 and engine._runner.moves.host is None
     with make_engine(tiny_checkpoint("llama"), device, **SMALL) as engine:
         assert engine.swap.blocks == 10  # not more than the device has
     with pytest.raises(CapacityError, match="swap_space_gib"):

@@ -23,7 +23,8 @@ from deepinfer.engine.request import SequenceDelta
 from deepinfer.errors import EngineDeadError, StepFailedError, StepOrderError
 from deepinfer.speculative import Drafting
 from deepinfer.worker.device_queue import StepTimes
-from deepinfer.worker.runner import ModelRunner, Step, StepResult
+from deepinfer.worker.runner import ModelRunner
+from deepinfer.worker.step import Step, StepResult
 from deepinfer.worker.step_ring import FLAG_GRAMMAR, KIND_DECODE
 
 RING_SLOTS = 3

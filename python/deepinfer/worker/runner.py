@@ -7,41 +7,30 @@ is read back on the host. The one wait of a step is at its end, for the tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deepinfer.models.base import ForwardBatch, Model, PagedGroup, StatefulModel, StateGroup
+from deepinfer.models.base import Model, PagedGroup, StatefulModel, StateGroup
 from deepinfer.models.contract import check_hidden
-from deepinfer.models.images import ImagePiece
 from deepinfer.platforms import to_device
 from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, run_in_order
 from deepinfer.worker.grammar import MaskBuffers, apply_masks
-from deepinfer.worker.host_pages import HostPages, HostSnapshots, sort_commands
 from deepinfer.worker.image_rows import ImageRows, without_images
-from deepinfer.worker.input_batch import InputBatch, SampledRows, one_sequence
+from deepinfer.worker.input_batch import InputBatch, one_sequence
 from deepinfer.worker.kv_cache import KVCache
-from deepinfer.worker.logprobs import HostLogprobs, gather_logprobs
-from deepinfer.worker.model_drafts import ModelDrafts, Places, RanStep, choose_places, sampling_logits
+from deepinfer.worker.logprobs import gather_logprobs
+from deepinfer.worker.model_drafts import ModelDrafts, RanStep, choose_places, sampling_logits
+from deepinfer.worker.page_moves import PageMoves
 from deepinfer.worker.resolve import SlotMap, StepTokens
+from deepinfer.worker.row_choice import choose_prompts, choose_rows
 from deepinfer.worker.sampler import Sampler, SampleRows
-from deepinfer.worker.sampling_state import (
-    DRAWS,
-    EDITS,
-    LOGPROBS,
-    MIN_LENGTH,
-    MIN_TOKENS,
-    NUM_COLUMNS,
-    PROMPT_LEN,
-    RANKED,
-    TOP_K,
-    RowSampling,
-    SamplingState,
-)
-from deepinfer.worker.state_places import StateCounts, StatePlaces, StateRules
-from deepinfer.worker.step_ring import ADMITTED_WORDS, FLAG_PROMPT_LOGPROBS, START_RERUN, START_SLICE, Header, RingSlot, StepRing
+from deepinfer.worker.sampling_state import NUM_COLUMNS, RowSampling, SamplingState
+from deepinfer.worker.state_places import StatePlaces, StateRules
+from deepinfer.worker.step import Admitted, PromptLogprobs, PromptPiece, Step, StepResult
+from deepinfer.worker.step_ring import ADMITTED_WORDS, START_RERUN, START_SLICE, StepRing
 from deepinfer.worker.sync_guard import forbid_device_sync
 from deepinfer.worker.verify import accepted_counts, draft_rows
 
@@ -79,85 +68,6 @@ class RunnerLimits:
         """Slot maps with the first table column of their group, for pages of ``page_tokens`` tokens in each group."""
         first = [sum(self.columns[:g]) for g in range(len(self.columns))]
         return [SlotMap(first[g], page_tokens[g], entries) for g, entries in self.slot_maps]
-
-
-@dataclass(frozen=True)
-class PromptLogprobs:
-    """Log-probabilities of consecutive prompt tokens of one sequence, the first one at position ``start``."""
-
-    index: int  # of the sequence in the step
-    start: int
-    values: HostLogprobs
-
-
-@dataclass
-class StepResult:
-    """What a step leaves besides the tokens in its ring slot.
-
-    Attributes:
-        header: the step's counts.
-        logprob_rows: sampling row of each row of ``logprobs``, int64.
-        logprob_counts: most likely tokens wanted by each of these rows.
-        logprobs: of the tokens drawn, or ``None``.
-        prompt_logprobs: one entry per piece of a prompt computed in this step that wants them.
-        swapped_bytes: moved between device and host memory for preempted sequences.
-    """
-
-    header: Header
-    logprob_rows: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
-    logprob_counts: list[int] = field(default_factory=list)
-    logprobs: HostLogprobs | None = None
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    swapped_bytes: int = 0
-
-
-@dataclass(slots=True)
-class Admitted:
-    """A sequence given a state slot by a step, as the device half needs it."""
-
-    slot: int
-    row: RowSampling
-    output: Sequence[int]
-    flags: int
-
-
-@dataclass(slots=True)
-class PromptPiece:
-    """Rows of a prompt whose log-probabilities are wanted: of ``targets``, each after the row it follows."""
-
-    index: int
-    first: int
-    start: int
-    targets: list[int]
-    count: int
-
-
-class Step:
-    """A launched step, from its first half to its wait."""
-
-    def __init__(self, index: int, slot: RingSlot, before: Step | None) -> None:
-        self.index, self.slot = index, slot
-        self.header = Header.read(slot.a["header"])
-        self.ticket = Ticket()
-        self.result = StepResult(self.header)
-        self.chosen = _Chosen()
-        self.admitted: list[Admitted] = []
-        self.pieces: list[PromptPiece] = []
-        self.images: Sequence[ImagePiece] = ()
-        self.before = before  # until its tokens have been taken, so that steps do not chain
-        self.before_ticket = None if before is None else before.ticket
-        self.stored: bool = False  # its table deltas are written
-        self.waited: bool = False
-        self.follows = None if before is None or before.waited else before  # planned while that one was in flight
-        self.counts: StateCounts | None = None  # of models with state
-        self.drafting: Places | None = None  # of models that draft
-        self.left: StepTokens | None = None  # what the next step may need, once sampled
-        self.batch: ForwardBatch | None = None
-        self.hidden: torch.Tensor | None = None
-        self.sampled: SampledRows | None = None
-
-    def __repr__(self) -> str:
-        return f"Step({self.header.step}, ring slot {self.index})"
 
 
 class ModelRunner:
@@ -217,10 +127,8 @@ class ModelRunner:
             self._places = StatePlaces(rules, *sizes)
             own += self._places.fields
         self.ring = StepRing(layout, own, device, pinned, ring_slots)
-        self.kv = KVCache(paged, num_pages, state, limits.num_slots, device)
-        self.host = HostPages(self.kv, host_pages, host_slots + 1, pinned) if any(host_pages) else None
-        replica_at = [group.replica_at for group in state]
-        self.snapshots = HostSnapshots(self.kv, replica_at, snapshot_places, pinned) if snapshot_places else None
+        self.moves = PageMoves(paged, num_pages, state, limits.num_slots, host_pages, host_slots, snapshot_places, device, pinned)
+        self.kv = self.moves.kv
         one_group = paged[0].page_tokens if len(paged) == 1 else None
         maps = limits.resolved_maps([g.page_tokens for g in paged])
         self.inputs = InputBatch(limits.num_slots, sum(limits.columns), one_group, maps, device)
@@ -248,11 +156,11 @@ class ModelRunner:
             if self._places is not None:
                 step.counts = self._places.describe(step.slot, step.header)
             self._find_sources(step)
-            self._sort_swaps(step)
-            self._choose_rows(step)
+            self.moves.sort(step)
+            choose_rows(step, self.sampling, self._limits.max_draft)
             if self._drafts is not None:
                 step.drafting = choose_places(step.slot, step.header, self.sampling)
-            self._choose_prompts(step)
+            choose_prompts(step, self._prompts, self.model.vocab_size)
             self.queue.submit(step.ticket, lambda: self._commands(step), last=False)
             for handle, *start in resumed:
                 self._restore(handle, *start)
@@ -299,9 +207,10 @@ class ModelRunner:
 
     def measure_swap(self, pages: int = 16, repeats: int = 3) -> float:
         """Bytes a second of a copy out and back between the device and its host pages; 0 without them. Waits for the device."""
-        if self.host is None:
+        host = self.moves.host
+        if host is None:
             return 0.0
-        host, ticket, moved = self.host, Ticket(), [0]
+        ticket, moved = Ticket(), [0]
 
         def copy() -> None:
             moved[0] = host.copy_some(pages)
@@ -381,69 +290,6 @@ class ModelRunner:
             a, n = step.slot.a, step.header.seqs
             a["source_row"][:n] = step.before.slot.a["sample_off"][a["prev_seq"][:n] + 1] - 1
 
-    def _sort_swaps(self, step: Step) -> None:
-        """Orders the swap commands for the copies, and counts their bytes."""
-        h, a = step.header, step.slot.a
-        if self.host is None or not (h.swap_out or h.swap_in or h.swap_out_states or h.swap_in_states):
-            return
-        out, back = a["swap_out"][: 3 * h.swap_out].reshape(-1, 3), a["swap_in"][: 3 * h.swap_in].reshape(-1, 3)
-        sort_commands(out, 2)
-        sort_commands(back, 1)
-        states = h.swap_out_states + h.swap_in_states
-        step.result.swapped_bytes = self.host.num_bytes(out, states) + self.host.num_bytes(back, 0)
-
-    def _choose_rows(self, step: Step) -> None:
-        """Sorts sampling rows by what they need, so that the device is never asked."""
-        a, n, r = step.slot.a, step.header.seqs, step.header.samples
-        state_row = a["state_row"][:n]
-        one_each = r == n and not step.header.draft_rows  # with drafts the rows of one may stand in for those of a prompt's chunk
-        row_slot = state_row if one_each else np.repeat(state_row, np.diff(a["sample_off"][: n + 1]))
-        a["row_slot"][:r] = row_slot
-        if step.header.draft_rows:
-            step.chosen.longest = int(np.diff(a["sample_off"][: n + 1]).max())
-        if step.header.grammar_rows:
-            step.chosen.masks = _store(a["mask_rows"], np.flatnonzero(a["grammar_row"][:r] >= 0))
-        flags = self.sampling.flags[row_slot]
-        union = int(np.bitwise_or.reduce(flags)) if r else 0
-        if not union:
-            return
-        if union & MIN_LENGTH:
-            packed = self.sampling.host[row_slot]
-            # Positions may yet fall by the drafts of the preceding step: the least decides.
-            least = a["rng_pos"][:r] - (self._limits.max_draft if step.header.unresolved else 0)
-            reached = least - packed[:, PROMPT_LEN] >= packed[:, MIN_TOKENS]
-            flags = np.where(reached, flags & ~MIN_LENGTH, flags)
-            union = int(np.bitwise_or.reduce(flags))
-        drawn, by_rank = (flags & DRAWS) != 0, (flags & RANKED) != 0
-        ranked = np.flatnonzero(by_rank)
-        chosen = step.chosen
-        chosen.flags = union
-        chosen.edit = _store(a["edit_rows"], np.flatnonzero(flags & EDITS))
-        chosen.plain = _store(a["plain_rows"], np.flatnonzero(drawn & ~by_rank))
-        chosen.ranked = _store(a["ranked_rows"], ranked)
-        if len(ranked):
-            chosen.max_top_k = int(self.sampling.host[row_slot[ranked], TOP_K].max())
-        if union & LOGPROBS:
-            wanting = np.flatnonzero(flags & LOGPROBS)
-            chosen.logprobs = _store(a["logprob_rows"], wanting)
-            step.result.logprob_rows = wanting
-            step.result.logprob_counts = self.sampling.logprobs[row_slot[wanting]].tolist()
-
-    def _choose_prompts(self, step: Step) -> None:
-        """Which rows are followed by prompt tokens whose log-probabilities are wanted."""
-        if not step.header.prompt_logprobs:
-            return
-        a, n = step.slot.a, step.header.seqs
-        for i in np.flatnonzero(a["seq_flags"][:n] & FLAG_PROMPT_LOGPROBS).tolist():
-            row = self._prompts.get(int(a["state_row"][i]))
-            if row is None:
-                continue
-            first, last = int(a["cu_q"][i]), int(a["cu_q"][i + 1])
-            start = int(a["pos"][first]) + 1
-            wanted = row.params.prompt_logprobs or 0
-            count = self.model.vocab_size if wanted < 0 else min(wanted, self.model.vocab_size)
-            step.pieces.append(PromptPiece(i, first, start, list(row.prompt_ids[start : start + last - first]), count))
-
     # The device's part, in the queue's order
 
     @torch.inference_mode()
@@ -455,11 +301,7 @@ class ModelRunner:
         if cause is not None:
             raise RuntimeError(f"the step before it failed before its block table was written: {cause}") from cause
         slot.upload()
-        if step.result.swapped_bytes:
-            self._swap_out(slot, header)
-        if header.snapshot_out and self.snapshots is not None:  # before whoever was given the slot writes it
-            words = 2 * header.snapshot_out
-            self.snapshots.out(slot.a["snapshot_out"][:words].reshape(-1, 2), slot.d["snapshot_out"][:words].view(-1, 2))
+        self.moves.save(step)
         for a in step.admitted:
             self.sampling.admit_device(a.slot, a.row, a.output, a.flags)
         if header.admitted:
@@ -469,35 +311,7 @@ class ModelRunner:
             self.sampling.table.index_copy_(0, slots, slot.d["params"].view(-1, NUM_COLUMNS)[: header.admitted])
         self.inputs.apply_deltas(slot, header)
         step.stored = True
-        if header.zeroes:
-            self.kv.zero_states(slot.d["zero_states"][: header.zeroes])
-        if step.result.swapped_bytes:  # ahead of clones: a fork may begin in the step that brings its parent's pages back
-            self._swap_in(slot, header)
-        if header.snapshot_in and self.snapshots is not None:
-            words = 2 * header.snapshot_in
-            self.snapshots.back(slot.a["snapshot_in"][:words].reshape(-1, 2), slot.d["snapshot_in"][:words].view(-1, 2))
-        if header.state_clones:
-            self.kv.clone_states(slot.d["clone_states"][: 2 * header.state_clones].view(-1, 2))
-        if header.block_clones:
-            self.kv.clone_blocks(slot.d["clone_blocks"][: 3 * header.block_clones].view(-1, 3))
-
-    def _swap_out(self, slot: RingSlot, header: Header) -> None:
-        """Copies of victims, before anything writes the pages they leave."""
-        assert self.host is not None
-        pages, states = 3 * header.swap_out, 2 * header.swap_out_states
-        if pages:
-            self.host.swap_out(slot.a["swap_out"][:pages].reshape(-1, 3), slot.d["swap_out"][:pages].view(-1, 3))
-        if states:
-            self.host.swap_out_states(slot.a["swap_out_states"][:states].reshape(-1, 2), slot.d["swap_out_states"][:states].view(-1, 2))
-
-    def _swap_in(self, slot: RingSlot, header: Header) -> None:
-        """Copies back, once the pages are theirs."""
-        assert self.host is not None
-        pages, states = 3 * header.swap_in, 2 * header.swap_in_states
-        if pages:
-            self.host.swap_in(slot.a["swap_in"][:pages].reshape(-1, 3), slot.d["swap_in"][:pages].view(-1, 3))
-        if states:
-            self.host.swap_in_states(slot.a["swap_in_states"][:states].reshape(-1, 2), slot.d["swap_in_states"][:states].view(-1, 2))
+        self.moves.fill(step)
 
     @torch.inference_mode()
     @forbid_device_sync()
@@ -590,30 +404,7 @@ class ModelRunner:
             result.prompt_logprobs.append(PromptLogprobs(piece.index, piece.start + at, values))
 
 
-@dataclass
-class _Chosen:
-    """Counts of sampling rows by need; the rows themselves are in the ring slot."""
-
-    flags: int = 0
-    edit: int = 0
-    plain: int = 0
-    ranked: int = 0
-    logprobs: int = 0
-    masks: int = 0
-    max_top_k: int = 0
-    longest: int = 1  # most sampling rows of a sequence
-
-    def parts(self) -> dict[str, int]:
-        """Ring field of each selection for the sampler, and its length."""
-        return {"edit_rows": self.edit, "plain_rows": self.plain, "ranked_rows": self.ranked}
-
-
 def _tokens_before(start: int, prompt: Sequence[int], output: Sequence[int], count: int) -> list[int]:
     """The last ``count`` tokens before position ``start`` of a sequence, fewer at its beginning."""
     first = max(0, start - count)
     return [*prompt[first:start], *output[max(0, first - len(prompt)) : max(0, start - len(prompt))]]
-
-
-def _store(target: NDArray[np.int32], rows: NDArray[np.intp]) -> int:
-    target[: len(rows)] = rows
-    return len(rows)

@@ -1,0 +1,222 @@
+"""What an engine is put together from, so that the core and the runner are told the same sizes.
+
+Owns: settings as they hold on this machine, the model, the pools, and from them the core's configuration, the runner and what KV values
+depend on. Never touches: requests, steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deepinfer import _core
+from deepinfer.engine import environ
+from deepinfer.engine.config import EngineConfig, RunConfig
+from deepinfer.engine.model_options import block_tokens, configure_model, drafting_of
+from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
+from deepinfer.engine.state_hits import SnapshotPlan, hit_rule, plan_snapshots, window_hits
+from deepinfer.engine.step_loop import RING_SLOTS
+from deepinfer.engine.swap import SwapPlan, plan_swap
+from deepinfer.errors import ConfigError
+from deepinfer.kernels import KERNEL_SET
+from deepinfer.kvcache.layout import KvLayout
+from deepinfer.models import ResolvedModel, load_model, resolve_model
+from deepinfer.models.base import Model, ModelOptions, PagedGroup, StateGroup
+from deepinfer.models.contract import checked_groups
+from deepinfer.speculative import Drafting, ModelDrafting, NgramDrafting, SpeculativeSettings
+from deepinfer.worker import sync_guard
+from deepinfer.worker.device_queue import make_queue
+from deepinfer.worker.runner import Lookup, ModelRunner, Restore, RunnerLimits
+
+
+@dataclass
+class Assembly:
+    """A loaded model with its settings and sizes.
+
+    Attributes:
+        config, run: settings as given, and as they hold on this machine; ``options``: those of the model.
+        resolved: where the checkpoint, its configuration and tokenizer are.
+        speculative: drafting as it holds for the model, ``None`` = none.
+        paged, state: the model's groups.
+        plan: KV pools; ``swap``: host memory for preempted sequences; ``snapshots``: host memory for states.
+    """
+
+    config: EngineConfig
+    run: RunConfig
+    resolved: ResolvedModel
+    model: Model
+    speculative: SpeculativeSettings | None
+    options: ModelOptions
+    paged: Sequence[PagedGroup]
+    state: Sequence[StateGroup]
+    plan: KvPlan
+    swap: SwapPlan
+    snapshots: SnapshotPlan
+
+    @property
+    def depth(self) -> int:
+        """Most steps in flight. A prompt engine plans one at a time: what it makes goes elsewhere after the first token."""
+        return 2 if self.run.zero_overhead and self.config.engine_type != "prompt" else 1
+
+    @property
+    def max_draft(self) -> int:
+        """Most draft rows of a sequence in a step."""
+        return _max_draft(self.speculative)
+
+    @property
+    def device_drafts(self) -> int:
+        """Drafts that the model makes of each sequence."""
+        return _device_drafts(self.speculative)
+
+    @property
+    def num_slots(self) -> int:
+        """State slots, the null slot included."""
+        return self.run.max_num_seqs + 1
+
+    def core_config(self) -> _core.CoreConfig:
+        """What the core is configured with."""
+        groups: list[_core.PagedGroup | _core.StateGroup] = [
+            _core.PagedGroup(page_tokens=g.page_tokens, num_pages=pages, sources=[(s.entries_per_page, s.entry_bytes) for s in g.sources])
+            for g, pages in zip(self.paged, self.plan.num_pages, strict=True)
+        ]
+        groups += [_core.StateGroup(stored=s.stored, dropped=s.dropped, replicas=s.replicas, ring=s.ring, cut=s.cut) for s in self.state]
+        lease_ns = int(self.config.handover_lease * 1e9)
+        identity = self._kv_identity
+        return _core.CoreConfig(
+            groups=groups,
+            max_num_seqs=self.run.max_num_seqs,
+            max_num_batched_tokens=self.run.max_num_batched_tokens,
+            max_model_len=self.plan.max_model_len,
+            vocab_size=self.model.vocab_size,
+            max_draft=self.max_draft,
+            device_drafts=self.device_drafts,
+            ring_slots=RING_SLOTS,
+            max_in_flight=self.depth,
+            host_blocks=self.swap.blocks,
+            host_slots=self.swap.slots,
+            snapshot_slots=self.snapshots.places,
+            hit_rule=hit_rule(self.config, self.options, self.state),
+            device_ordered=True,
+            prefix_caching=self.config.enable_prefix_caching,
+            engine_type=self.config.engine_type,
+            kv_lease_ns=lease_ns,
+            handover_lease_ns=lease_ns,
+            model=identity["model"],
+            revision=identity["revision"],
+            weight_format=identity["weights"],
+            kv_format=identity["dtype"],
+            numerics=identity["numerics"],
+            hit_policy=identity["hit policy"],
+        )
+
+    @property
+    def _truncation(self) -> str:
+        """What a sequence's state depends on besides; its pages do not."""
+        o = self.options
+        return "off" if o.truncation == "off" else f"{o.truncation} {o.keep_tokens}"
+
+    @property
+    def _kv_identity(self) -> dict[str, str]:
+        """What KV values depend on besides tokens and the shapes of the groups."""
+        dtype = str(self.run.dtype).removeprefix("torch.")
+        return {
+            "model": self.resolved.model_id,
+            "revision": self.resolved.revision,
+            "weights": f"dummy {self.config.seed}" if self.config.load_format == "dummy" else self.resolved.weight_format,
+            "dtype": dtype,
+            "numerics": f"{self.run.platform.name}/{KERNEL_SET}/{dtype}",
+            # A model that has nothing to make up is exact under either.
+            "hit policy": self.config.hit_policy if window_hits(self.state) else "exact",
+        }
+
+    def layout(self) -> KvLayout:
+        """What the bytes of a sequence mean here."""
+        return KvLayout({**self._kv_identity, "prefill truncation": self._truncation}, self.paged, self.state)
+
+    def make_runner(self, core: _core.Core, lookup: Lookup, restore: Restore) -> ModelRunner:
+        """The device side, sized as the core is, with its memory; ``lookup``, ``restore``: what it asks and tells."""
+        paged = self.paged
+        block = paged[0].page_tokens
+        row_blocks = -(-self.plan.max_model_len // block)
+        limits = RunnerLimits(
+            max_num_seqs=self.run.max_num_seqs,
+            max_num_batched_tokens=self.run.max_num_batched_tokens,
+            max_draft=self.max_draft,
+            num_slots=self.num_slots,
+            columns=[row_blocks * (block // g.page_tokens) for g in paged],
+            slot_maps=[(m[0], m[1]) for m in core.slot_maps()],
+            keep_tokens=None if self.options.truncation == "off" else self.options.keep_tokens,
+            compact=self.options.truncation == "compact",
+            device_drafts=self.device_drafts,
+            draft_temperatures=() if self.speculative is None else self.speculative.temperatures,
+        )
+        return ModelRunner(
+            self.model,
+            paged,
+            self.plan.num_pages,
+            self.state,
+            limits,
+            core.layout(),
+            self.run.device,
+            self.run.platform.pinned,
+            lookup,
+            restore,
+            make_queue(self.run.device, self.depth > 1),
+            RING_SLOTS,
+            self.swap.pages,
+            self.swap.slots,
+            self.snapshots.places,
+        )
+
+    def make_drafting(self, core: _core.Core) -> Drafting | None:
+        """What proposes drafts, or bounds those of the model; ``None`` without drafts."""
+        if self.speculative is None:
+            return None
+        make = NgramDrafting if self.speculative.method == "ngram" else ModelDrafting
+        return make(core, self.speculative, self.run.max_num_batched_tokens)
+
+
+def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Assembly:
+    """Settles settings, loads the model and sizes the pools, after saying on stderr what fits. No KV is allocated yet.
+
+    Args:
+        config: settings.
+        progress: called with (bytes loaded, bytes in all) while weights load.
+
+    Raises:
+        ConfigError, CapacityError, ModelNotFoundError, UnsupportedModelError, CheckpointError: see `Engine`.
+    """
+    run = config.resolve()
+    run.platform.prepare(run.num_threads)
+    sync_guard.configure(enabled=not environ.get("DEEPINFER_DISABLE_SYNC_GUARD"))
+    resolved = resolve_model(config.model, config.revision, config.load_format)
+    _check_quantization(config.quantization, resolved)
+    weights = weight_bytes(resolved, run.dtype)
+    check_weights(run, weights)
+    model = load_model(resolved, run.dtype, run.device, config.load_format, config.seed, progress)
+    speculative = drafting_of(config, model)
+    options = configure_model(config, model, _max_draft(speculative), _device_drafts(speculative) > 0)
+    paged, state = checked_groups(model, block_tokens(config, model))
+    plan = plan_kv(config, run, paged, state, model.max_position, model.vocab_size)
+    swap = plan_swap(config, run, plan, paged, state)
+    snapshots = plan_snapshots(config, run, plan, state)
+    if not run.quiet:
+        print(report(run, plan, config.model, weights, snapshots.amount), file=sys.stderr)
+    return Assembly(config, run, resolved, model, speculative, options, paged, state, plan, swap, snapshots)
+
+
+def _max_draft(speculative: SpeculativeSettings | None) -> int:
+    return 0 if speculative is None else speculative.num_draft_tokens or 0
+
+
+def _device_drafts(speculative: SpeculativeSettings | None) -> int:
+    return 0 if speculative is None or speculative.method == "ngram" else _max_draft(speculative)
+
+
+def _check_quantization(asked: str | None, found: ResolvedModel) -> None:
+    if asked is not None and asked != found.weight_format:
+        raise ConfigError(
+            f"quantization={asked!r}, but {found.name} holds {found.weight_format} weights; leave quantization out: "
+            "what a checkpoint declares is read"
+        )
