@@ -5,10 +5,10 @@
 
 mod common;
 
-use common::{EOS, Rig, config, paged, prompt, state, values};
+use common::{EOS, Rig, SpansSeen, config, paged, prompt, spans, state, values};
 use deepinfer_scheduler::{
-    Block, ChunkPolicy, Config, Finish, HitRule, Load, Metrics, Outcome, PrepFlags, Prepared, Save, Seq, Status, Tier,
-    WindowRule,
+    Block, ChunkPolicy, Config, Finish, HitRule, Load, Metrics, Outcome, PrepFlags, Prepared, Reject, Save, Seq,
+    Status, Tier, WindowRule,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, RngAlgorithm, TestRng, TestRunner};
@@ -28,6 +28,8 @@ enum Op {
         min_new: u32,
         priority: i32,
         flags: u8,
+        /// How long spans of the prompt are at most, and what they are drawn from; none for 0.
+        spans: (u32, u8),
     },
     Abort(u16),
     StopAt(u16, u32),
@@ -48,8 +50,12 @@ enum Op {
 fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         70 => Just(Op::Step),
-        14 => (0..4u8, 1..60u32, 1..48u32, prop_oneof![6 => Just(1u32), 2 => 2..4u32], 0..4u32, -1..2i32, any::<u8>()).prop_map(
-            |(family, len, max_new, forks, min_new, priority, flags)| Op::Add { family, len, max_new, forks, min_new, priority, flags }
+        14 => (
+            0..4u8, 1..60u32, 1..48u32, prop_oneof![6 => Just(1u32), 2 => 2..4u32], 0..4u32, -1..2i32, any::<u8>(),
+            (prop_oneof![1 => Just(0), 1 => 1..24u32], any::<u8>()),
+        ).prop_map(
+            |(family, len, max_new, forks, min_new, priority, flags, spans)|
+                Op::Add { family, len, max_new, forks, min_new, priority, flags, spans }
         ),
         2 => any::<u16>().prop_map(Op::Abort),
         1 => (any::<u16>(), 0..10u32).prop_map(|(k, n)| Op::StopAt(k, n)),
@@ -59,7 +65,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => any::<u16>().prop_map(Op::Save),
         3 => (any::<u16>(), prop::bool::weighted(0.7), prop::bool::weighted(0.2)).prop_map(|(k, ok, twice)| Op::Close(k, ok, twice)),
         1 => any::<u16>().prop_map(Op::Release),
-        2 => (any::<u16>(), 1..8u32).prop_map(|(k, n)| Op::Slice(k, n)),
+        4 => (any::<u16>(), 1..8u32).prop_map(|(k, n)| Op::Slice(k, n)),
         1 => Just(Op::FailStep),
         1 => Just(Op::Dummy),
         1 => Just(Op::Late),
@@ -176,8 +182,19 @@ struct World {
     slices: bool,
     loads: u64,
     saves: u64,
+    /// Requests refused for the length of a span.
+    too_long: u64,
     bypass: u32,
     device_drafts: bool,
+}
+
+/// What a world went through.
+struct Ended {
+    metrics: Metrics,
+    loads: u64,
+    saves: u64,
+    spans: SpansSeen,
+    too_long: u64,
 }
 
 impl World {
@@ -192,7 +209,7 @@ impl World {
         }
         let device_drafts = config.device_drafts > 0;
         let bypass = config.policy.bypass;
-        Self { rig, live: Vec::new(), open: Vec::new(), slices, loads: 0, saves: 0, bypass, device_drafts }
+        Self { rig, live: Vec::new(), open: Vec::new(), slices, loads: 0, saves: 0, too_long: 0, bypass, device_drafts }
     }
 
     fn pick(&self, k: u16) -> Option<Seq> {
@@ -299,7 +316,9 @@ impl World {
     }
 
     fn add(&mut self, op: &Op) {
-        let Op::Add { family, len, max_new, forks, min_new, priority, flags } = *op else { return };
+        let Op::Add { family, len, max_new, forks, min_new, priority, flags, spans: (longest, drawn) } = *op else {
+            return;
+        };
         let flags = PrepFlags {
             stream: flags & 1 != 0,
             prompt_logprobs: flags & 0b1_1110 == 2,
@@ -317,11 +336,14 @@ impl World {
             forks,
             flags,
             salt: if family == 3 { b"tenant".to_vec() } else { Vec::new() },
+            spans: spans(drawn.into(), len, longest),
             ..Prepared::new(prompt(family.into(), len), max_new)
         };
         let seed = self.rig.requests.len() as u64 * 10;
-        if let Ok(seqs) = self.rig.submit(&prepared, seed) {
-            self.live.extend(seqs);
+        match self.rig.submit(&prepared, seed) {
+            Ok(seqs) => self.live.extend(seqs),
+            Err(Reject::SpanTooLong { .. }) => self.too_long += 1,
+            Err(_) => (),
         }
     }
 
@@ -423,7 +445,7 @@ impl World {
         }
     }
 
-    fn finish(mut self) -> (Metrics, u64, u64) {
+    fn finish(mut self) -> Ended {
         self.rig.drain();
         while !self.open.is_empty() {
             self.close(0, true, false);
@@ -454,7 +476,8 @@ impl World {
         self.rig.schedule();
         self.rig.verify_empty();
         assert_eq!(self.rig.finished.len(), self.rig.outputs.len(), "each sequence ended once");
-        (self.rig.scheduler.snapshot(), self.loads, self.saves)
+        let metrics = self.rig.scheduler.snapshot();
+        Ended { metrics, loads: self.loads, saves: self.saves, spans: self.rig.spans, too_long: self.too_long }
     }
 }
 
@@ -495,7 +518,8 @@ fn run(cases: u32) {
         })
         .unwrap();
     // The operations reach what they are meant to reach.
-    let total = |of: fn(&Metrics) -> u64| worlds.borrow().iter().map(|(m, ..)| of(m)).sum::<u64>();
+    let sum = |of: fn(&Ended) -> u64| worlds.borrow().iter().map(of).sum::<u64>();
+    let total = |of: fn(&Metrics) -> u64| worlds.borrow().iter().map(|w| of(&w.metrics)).sum::<u64>();
     let reached = [
         ("output tokens", total(|m| m.output_tokens), 20_000),
         ("preemptions", total(|m| m.preemptions), 500),
@@ -510,8 +534,8 @@ fn run(cases: u32) {
         ("admitted", total(|m| m.admitted), 1),
         ("steps", total(|m| m.steps), 20_000),
         ("ended", total(|m| m.finished[2] + m.finished[3]), 1),
-        ("loads", worlds.borrow().iter().map(|s| s.1).sum(), 100),
-        ("saves", worlds.borrow().iter().map(|s| s.2).sum(), 500),
+        ("loads", sum(|w| w.loads), 100),
+        ("saves", sum(|w| w.saves), 500),
         ("row waits", total(|m| m.row_waits), 1),
         ("failed steps", total(|m| m.failed_steps), 200),
         ("ghost rows", total(|m| m.ghost_rows), 1_000),
@@ -523,6 +547,10 @@ fn run(cases: u32) {
         ("tokens computed again", total(|m| m.rerun_tokens), 5_000),
         ("snapshots taken", total(|m| m.snapshots_taken), 1_000),
         ("snapshots evicted", total(|m| m.snapshots_evicted), 500),
+        ("spans computed whole", sum(|w| w.spans.whole), 2_000),
+        ("rests of spans", sum(|w| w.spans.rests), 50),
+        ("chunks before spans", sum(|w| w.spans.before), 1_000),
+        ("spans too long", sum(|w| w.too_long), 50),
         ("stops", total(|m| m.finished[0]), 500),
         ("lengths", total(|m| m.finished[1]), 500),
     ];

@@ -251,6 +251,9 @@ impl Rig {
                 for span in &request.spans {
                     let for_forks = span.end == prompt && behind + 1 == prompt;
                     let cut = span.start < behind && behind < span.end;
+                    self.spans.whole += u64::from(first <= span.start && span.end <= behind);
+                    self.spans.rests += u64::from(span.start < first && first < span.end && span.end <= behind);
+                    self.spans.before += u64::from(behind == span.start);
                     assert!(!cut || for_forks, "{seq:?}: a chunk ends at {behind}, within {span:?}");
                 }
             } else {

@@ -163,6 +163,7 @@ pub struct Rig {
     pub prefill_rows: u64,
     /// Prompt rows computed of each sequence.
     pub prompt_rows: HashMap<Seq, u32>,
+    pub spans: SpansSeen,
     pub has_state: bool,
     /// State slices kept outside, by history value: models that restore state at hits.
     pub slices: Option<HashMap<u64, u64>>,
@@ -182,6 +183,17 @@ pub struct Rig {
     streams: HashMap<Seq, Stream>,
     /// Sequences that go on from the results of a step that failed.
     poisoned: HashSet<Seq>,
+}
+
+/// How chunks met the spans of their prompts.
+#[derive(Clone, Copy, Default)]
+pub struct SpansSeen {
+    /// Spans that one chunk computed from their first position on.
+    pub whole: u64,
+    /// Those that a hit left the end of.
+    pub rests: u64,
+    /// Chunks that ended where one begins.
+    pub before: u64,
 }
 
 /// What the test knows of a sequence.
@@ -216,6 +228,7 @@ impl Rig {
             finished: BTreeMap::new(),
             prefill_rows: 0,
             prompt_rows: HashMap::new(),
+            spans: SpansSeen::default(),
             has_state,
             slices: None,
             steps: 0,
