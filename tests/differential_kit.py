@@ -1,4 +1,8 @@
-"""Random work for an engine under random settings, and the same work one request at a time on a plain engine."""
+"""Random work for an engine under random settings, and the same work one request at a time on a plain engine.
+
+``Play.of(seed)`` is for a small Llama; with ``WINDOWS`` it is for the toy of ``window_toy``, whose hits need windows that pages do not
+hold: prompts have common beginnings, and snapshots are few, many or none.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,45 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import window_toy
 from deepinfer import LLM, RequestOutput, SamplingParams
+from deepinfer.engine.input_processor import PromptDict
 from deepinfer.engine.request import EngineRequest
+from deepinfer.errors import InvalidRequestError
 
-MAX_LEN = 112
-EOS = (2, 3)
 FAULT = "injected fault"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What plays of one model are made of.
+
+    ``ids``: token ids of prompts, from and below. ``text``: whether the model has a tokenizer. ``common``: longest beginning that prompts
+    share, besides what motifs give.
+    """
+
+    max_len: int = 112
+    ids: tuple[int, int] = (4, 300)
+    eos: tuple[int, ...] = (2, 3)
+    text: bool = True
+    common: int = 0
+    drafts: tuple[int, ...] = (1, 2, 4, 7)
+
+
+LLAMA = Kind()
+WINDOWS = Kind(
+    max_len=144, ids=(3, window_toy.VOCAB - 1), eos=(window_toy.VOCAB - 1,), text=False, common=90, drafts=(1, 2, window_toy.BACKTRACK)
+)
 
 
 class Walk:
     """A grammar over a few ids: which ones may come depends on the newest id and on how many there are, the end now and then.
 
-    ``ends_after``: no id at all is allowed behind so many.
+    ``ends_after``: no id at all is allowed behind so many. ``eos``: the ids that end it.
     """
 
-    def __init__(self, key: int, ends_after: int | None) -> None:
-        self._key, self._ends = key, ends_after
+    def __init__(self, key: int, ends_after: int | None, eos: tuple[int, ...] = LLAMA.eos) -> None:
+        self._key, self._ends, self._eos = key, ends_after, eos
         self._tokens: list[int] = []
 
     @property
@@ -39,7 +66,7 @@ class Walk:
             return []
         step = (last * 7 + self._key) % 5
         some = [40 + (last + step * 3) % 6, 40 + n % 6] if step else [40 + (last + 1) % 6]
-        return [*some, *EOS] if n % 16 == 15 else some
+        return [*some, *self._eos] if n % 16 == 15 else some
 
     def fill_mask(self, row: NDArray[np.int32]) -> None:
         bits = np.zeros(len(row) * 32, np.uint8)
@@ -68,28 +95,35 @@ class Job:
     mode: str
     after: int
     gone_after: int | None
+    images: list[NDArray[np.uint8]] = field(default_factory=list)
 
 
 @dataclass
 class Play:
-    """Settings, jobs, and what goes wrong; a function of the seed."""
+    """Settings, jobs, and what goes wrong; a function of the seed. ``refused``: errors of jobs that the engine did not take, by name.
+
+    ``fault_at``: the method of the model that fails once in ``fault_every`` calls (0 = never).
+    """
 
     seed: int
     settings: dict[str, Any]
     rates: tuple[float, float] | None
     jobs: list[Job] = field(default_factory=list)
     fault_every: int = 0
+    fault_at: str = "forward"
+    refused: dict[str, InvalidRequestError] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, seed: int) -> Play:
+    def of(cls, seed: int, kind: Kind = LLAMA) -> Play:
         rng = random.Random(seed)
-        block = rng.choice((16, 16, 16, 32, 64))
-        least = -(-MAX_LEN // block)
-        seqs = rng.choice((1, 2, 3, 5, 5, 8))
+        crowd = rng.random() < 0.3  # many that begin small and grow: somebody has to go
+        block = rng.choice((16, 16, 16, 32, 64)) if not crowd else 16
+        least = -(-kind.max_len // block)
+        seqs = rng.choice((1, 2, 3, 5, 5, 8)) if not crowd else rng.choice((4, 5, 8))
         settings: dict[str, Any] = {
             "block_size": block,
-            "num_kv_blocks": least + rng.choice((1, 1, 1, 2, 3, 30)),
-            "max_model_len": MAX_LEN,
+            "num_kv_blocks": least + (rng.choice((1, 1, 1, 2, 3, 30)) if not crowd else 1),
+            "max_model_len": kind.max_len,
             "max_num_seqs": seqs,
             "max_num_batched_tokens": seqs + rng.choice((0, 1, 7, 30, 60, 200)),
             "enable_prefix_caching": rng.random() < 0.7,
@@ -99,25 +133,32 @@ class Play:
         if rng.random() < 0.75:
             settings |= {
                 "speculative": "ngram",
-                "num_draft_tokens": rng.choice((1, 2, 4, 7)),
+                "num_draft_tokens": rng.choice(kind.drafts),
                 "ngram_min": rng.choice((1, 1, 2)),
                 "draft_budget": rng.choice((None, 1, 5, 64, 64)),
             }
+        if kind is WINDOWS:
+            settings |= {"load_format": "dummy", "state_snapshot_gib": rng.choice((None, 0, 0, 800 / 2**30, 3000 / 2**30))}
+            settings["enable_prefix_caching"] = rng.random() < 0.85
         play = cls(seed, settings, rng.choice((None, (1e15, 1.0), (1e15, 1.0), (1.0, 1e15))))
         play.fault_every = rng.choice((0, 0, 0, 9, 25))
-        motifs = [[rng.randrange(4, 300) for _ in range(rng.randint(1, 9))] for _ in range(3)]
-        play.jobs = [_job(rng, i, motifs) for i in range(rng.randint(3, 12))]
+        motifs = [[rng.randrange(*kind.ids) for _ in range(rng.randint(1, 9))] for _ in range(3)]
+        common = [rng.randrange(*kind.ids) for _ in range(kind.common)]
+        play.jobs = [_job(rng, i, motifs, common, kind, crowd) for i in range(rng.randint(6 if crowd else 3, 12))]
         return play
 
 
-def _job(rng: random.Random, i: int, motifs: list[list[int]]) -> Job:
-    length = rng.choice((1, 2, 15, 16, 17, 31, 33, 48, 64, MAX_LEN - 1, MAX_LEN - 5, rng.randint(1, MAX_LEN - 1)))
+def _job(rng: random.Random, i: int, motifs: list[list[int]], common: list[int], kind: Kind, crowd: bool) -> Job:
+    most = kind.max_len
+    lengths = (1, 2, 15, 16, 17, 31, 33, 48, 64, most - 1, most - 5, rng.randint(1, most - 1))
+    length = rng.choice(lengths[: 6 if crowd else None])
     motif = rng.choice(motifs)
-    prompt = (motif * length)[:length]
+    shared = common[: rng.choice((0, len(common) // 3, len(common)))]
+    prompt = (shared + motif * length)[:length]
     if rng.random() < 0.4:
-        prompt[-1] = rng.randrange(4, 300)
-    room = MAX_LEN - length
-    most = min(room, rng.choice((1, 1, 2, 3, 12, 30, 60, room)))
+        prompt[-1] = rng.randrange(*kind.ids)
+    room = most - length
+    most = min(room, rng.choice((30, 60, 60, room) if crowd else (1, 1, 2, 3, 12, 30, 60, room)))
     drawn = rng.random() < 0.6
     values: dict[str, Any] = {"temperature": 0.0, "max_tokens": most, "seed": rng.randrange(1 << 40)}
     if drawn:
@@ -135,35 +176,45 @@ def _job(rng: random.Random, i: int, motifs: list[list[int]]) -> Job:
             "repetition_penalty": rng.choice((1.0, 1.4, 0.7)),
         }
     if rng.random() < 0.35:
-        values["logit_bias"] = {rng.choice(motif): 8.0, rng.randrange(4, 300): 9.0, 45: 7.0}
-    if rng.random() < 0.2:
+        values["logit_bias"] = {rng.choice(motif): 8.0, rng.randrange(*kind.ids): 9.0, 45: 7.0}
+    if kind.text and rng.random() < 0.2:
         values["bad_words"] = ["th", "e", "st"]
-    if rng.random() < 0.3:
+    if kind.text and rng.random() < 0.3:
         values["stop"] = ["s", "the"]
         values["include_stop_str_in_output"] = rng.random() < 0.5
     if rng.random() < 0.3:
-        values["stop_token_ids"] = [45, 50, 77, 120, 121, 122, 123]
+        values["stop_token_ids"] = [45, 50, 77, 120, 121, 122, 123] if kind.text else [7]
     if rng.random() < 0.25:
         values["min_tokens"] = min(most, rng.choice((1, 3, 20)))
     if rng.random() < 0.4:
         values["logprobs"] = rng.choice((0, 2, 5, -1))
     if rng.random() < 0.2:
         values["prompt_logprobs"] = rng.choice((0, 3))
+    values["detokenize"] = kind.text
     values["ignore_eos"] = rng.random() < 0.6
     values["priority"] = rng.choice((0, 0, 1, -2))
     if rng.random() < 0.2:
         values["cache_salt"] = "other"
     grammar = None
     if rng.random() < 0.35:
-        grammar = partial(Walk, rng.randrange(20), rng.choice((None, None, None, 9)))
+        grammar = partial(Walk, rng.randrange(20), rng.choice((None, None, None, 9)), kind.eos)
     gone = rng.choice((0, 1, 2, 3, 8, 20)) if rng.random() < 0.2 else None
     return Job(
-        f"r{i}", prompt, SamplingParams(**values), grammar, rng.choice(("final", "cumulative")), rng.choice((0, 0, 1, 2, 5, 20)), gone
+        f"r{i}",
+        prompt,
+        SamplingParams(**values),
+        grammar,
+        rng.choice(("final", "cumulative")),
+        rng.choice((0, 0, 1, 2) if crowd else (0, 0, 1, 2, 5, 20)),
+        gone,
     )
 
 
 def prepared(llm: LLM, job: Job, params: SamplingParams, name: str) -> tuple[EngineRequest, str | None]:
-    request, text = llm._inputs.prepare({"prompt_token_ids": job.prompt}, params, name, stream=job.mode != "final")
+    prompt: PromptDict = {"prompt_token_ids": job.prompt}
+    if job.images:
+        prompt["images"] = job.images
+    request, text = llm._inputs.prepare(prompt, params, name, stream=job.mode != "final")
     return replace(request, grammar=job.grammar), text
 
 
@@ -173,15 +224,15 @@ def perform(llm: LLM, play: Play, limit: int = 6000) -> dict[str, RequestOutput]
     if play.rates is not None:
         engine._rates.note = lambda *_: None  # type: ignore[method-assign]
         engine._core.set_rates(*play.rates)
-    rng, forward = random.Random(play.seed + 1), engine.model.forward
+    rng, whole = random.Random(play.seed + 1), getattr(engine.model, play.fault_at)
     if play.fault_every:
 
         def sometimes(*args: Any) -> Any:
             if rng.randrange(play.fault_every) == 0:
                 raise RuntimeError(FAULT)
-            return forward(*args)
+            return whole(*args)
 
-        engine.model.forward = sometimes  # type: ignore[method-assign]
+        setattr(engine.model, play.fault_at, sometimes)
     waiting = sorted(play.jobs, key=lambda j: j.after)
     ends: dict[str, int] = {}
     found: dict[str, RequestOutput] = {}
@@ -189,7 +240,11 @@ def perform(llm: LLM, play: Play, limit: int = 6000) -> dict[str, RequestOutput]
         for now in range(limit):
             while waiting and (waiting[0].after <= now):
                 job = waiting.pop(0)
-                llm._submit(*prepared(llm, job, job.params, job.name), job.mode)  # type: ignore[arg-type]
+                try:
+                    llm._submit(*prepared(llm, job, job.params, job.name), job.mode)  # type: ignore[arg-type]
+                except InvalidRequestError as error:
+                    play.refused[job.name] = error
+                    continue
                 if job.gone_after is not None:
                     ends[job.name] = now + job.gone_after
             for name in [n for n, at in ends.items() if at <= now]:
@@ -202,7 +257,7 @@ def perform(llm: LLM, play: Play, limit: int = 6000) -> dict[str, RequestOutput]
             if not waiting and not llm.has_unfinished_requests():
                 return found
     finally:
-        engine.model.forward = forward  # type: ignore[method-assign]
+        setattr(engine.model, play.fault_at, whole)
     raise AssertionError(f"seed {play.seed}: not finished after {limit} steps")
 
 
@@ -235,7 +290,7 @@ def differences(play: Play, found: dict[str, RequestOutput], want: dict[str, lis
     for job in play.jobs:
         output = found.get(job.name)
         if output is None:
-            if job.gone_after is None:
+            if job.gone_after is None and job.name not in play.refused:
                 wrong.append(f"{job.name}: nothing came")
             continue
         for got, ref in zip(output.outputs, want[job.name], strict=True):
@@ -252,9 +307,10 @@ def differences(play: Play, found: dict[str, RequestOutput], want: dict[str, lis
                     wrong.append(f"{where}: {what} {a!r}, alone {b!r}")
             if plain(got.logprobs) != plain(expected.logprobs):
                 wrong.append(f"{where}: logprobs differ")
+            asked = job.params.prompt_logprobs is not None
             if got.index == 0 and output.prompt_logprobs is not None and plain(output.prompt_logprobs) != plain(ref.prompt_logprobs):
                 wrong.append(f"{where}: prompt logprobs differ")
-            if got.index == 0 and ref.prompt_logprobs is not None and output.prompt_logprobs is None:
+            if got.index == 0 and asked and ref.prompt_logprobs is not None and output.prompt_logprobs is None:
                 wrong.append(f"{where}: no prompt logprobs")
     return wrong
 
@@ -262,12 +318,17 @@ def differences(play: Play, found: dict[str, RequestOutput], want: dict[str, lis
 def leftovers(llm: LLM) -> list[str]:
     """What an engine with nothing to do still holds."""
     engine, wrong = llm.engine, []
+    # What a sequence's end leaves to be copied goes with the next step, whosever it is.
+    request, text = llm._inputs.prepare([5], SamplingParams(max_tokens=1, detokenize=False), "last", stream=False)
+    llm._submit(request, text, "final")
+    while llm.has_unfinished_requests():
+        llm.step()
     for _ in range(4):
         engine.step()
     counts = engine.core_counts()
     for name, pool in [(f"group {i}", g) for i, g in enumerate(counts["groups"])] + [
         (n, counts[n])
-        for n in ("slots", "host_blocks", "host_slots")  # type: ignore[literal-required]
+        for n in ("slots", "host_blocks", "host_slots", "snapshots")  # type: ignore[literal-required]
     ]:
         if pool["held"] or pool["parked"]:
             wrong.append(f"{name}: {pool}")

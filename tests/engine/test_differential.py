@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 import api_kit
 import differential_kit as kit
+import window_toy
 from deepinfer import LLM
 from deepinfer.sampling import SamplingParams
 from engine_kit import collect, make_engine, random_prompts, request, same_bits, tiny_checkpoint
@@ -16,7 +18,7 @@ from engine_kit import collect, make_engine, random_prompts, request, same_bits,
 PLAIN = {
     "block_size": 16,
     "num_kv_blocks": 32,
-    "max_model_len": kit.MAX_LEN,
+    "max_model_len": kit.LLAMA.max_len,
     "max_num_seqs": 1,
     "zero_overhead": False,
     "enable_prefix_caching": False,
@@ -24,34 +26,67 @@ PLAIN = {
 }
 
 
+MODELS = {kit.LLAMA: api_kit.tiny_model, kit.WINDOWS: window_toy.toy_checkpoint}
+LLAMA, WINDOWS = (pytest.param(kind, id=name) for kind, name in ((kit.LLAMA, "llama"), (kit.WINDOWS, "windows")))
+
+
+def make(kind: kit.Kind, device: str, **settings: Any) -> LLM:
+    return LLM(MODELS[kind](), device=device, dtype="float32", quiet=True, num_threads=1, **settings)
+
+
 @pytest.fixture(scope="module")
-def alone(device: str) -> Iterator[LLM]:
+def alone(device: str) -> Iterator[Callable[[kit.Kind], LLM]]:
     """One request, one step at a time, nothing but the model."""
-    with LLM(api_kit.tiny_model(), device=device, dtype="float32", quiet=True, num_threads=1, **PLAIN) as made:
-        yield made
+    made: dict[kit.Kind, LLM] = {}
+
+    def of(kind: kit.Kind) -> LLM:
+        if kind not in made:
+            more = {"load_format": "dummy"} if kind is kit.WINDOWS else {}
+            made[kind] = make(kind, device, **{**PLAIN, "max_model_len": kind.max_len, **more})
+        return made[kind]
+
+    yield of
+    for llm in made.values():
+        llm.close()
 
 
-def check(seed: int, device: str, alone: LLM) -> dict[str, int]:
-    play = kit.Play.of(seed)
-    with LLM(api_kit.tiny_model(), device=device, dtype="float32", quiet=True, num_threads=1, **play.settings) as llm:
+def check(kind: kit.Kind, seed: int, device: str, alone: Callable[[kit.Kind], LLM]) -> dict[str, int]:
+    play = kit.Play.of(seed, kind)
+    with make(kind, device, **play.settings) as llm:
         found = kit.perform(llm, play)
         wrong = kit.leftovers(llm)
-        done = {"preemptions": llm.engine.core_stats()["preemptions"], "drafts": llm.engine.counters.draft_rows}
-    wrong += kit.differences(play, found, {job.name: kit.alone(alone, job) for job in play.jobs})
-    assert not wrong, f"seed {seed}, {play.settings}: {wrong}"
+        done = {**llm.engine.core_stats(), "drafts": llm.engine.counters.draft_rows}
+    wrong += kit.differences(play, found, {job.name: kit.alone(alone(kind), job) for job in play.jobs})
+    assert not wrong and not play.refused, f"seed {seed}, {play.settings}: {wrong} {play.refused}"
     return done
 
 
-def test_everything_at_once_is_as_each_alone(device: str, alone: LLM) -> None:
-    done = [check(seed, device, alone) for seed in range(6)]
-    assert sum(d["drafts"] for d in done) > 0
+@pytest.mark.parametrize(
+    ("kind", "seeds", "reached"),
+    [
+        pytest.param(kit.LLAMA, range(6), ("drafts", "hit_tokens"), id="llama"),
+        pytest.param(
+            kit.WINDOWS, (2, 7, 10, 13, 16), ("drafts", "start_snapshot", "start_rerun", "snapshots_evicted", "preemptions"), id="windows"
+        ),
+    ],
+)
+def test_everything_at_once_is_as_each_alone(
+    kind: kit.Kind, seeds: Sequence[int], reached: tuple[str, ...], device: str, alone: Callable[[kit.Kind], LLM]
+) -> None:
+    if kind is kit.WINDOWS and device != "cpu":
+        pytest.skip("the toy is for a CPU")
+    done = [check(kind, seed, device, alone) for seed in seeds]
+    assert all(sum(d[name] for d in done) > 0 for name in reached), done
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kind", [LLAMA, WINDOWS])
 @pytest.mark.parametrize("first", range(1000, 1400, 10))
-def test_everything_at_once_at_length(first: int, device: str, alone: LLM) -> None:
+def test_everything_at_once_at_length(first: int, kind: kit.Kind, device: str, alone: Callable[[kit.Kind], LLM]) -> None:
+    if kind is kit.WINDOWS and device != "cpu":
+        pytest.skip("the toy is for a CPU")
     for seed in range(first, first + 10):
-        check(seed, device, alone)
+        check(kind, seed, device, alone)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
