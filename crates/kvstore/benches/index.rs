@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use deepinfer_kvstore::index::Index;
 use deepinfer_kvstore::media::Place;
-use deepinfer_kvstore::policy::{Lifetimes, PolicyKind, Retention};
+use deepinfer_kvstore::policy::{Lifetimes, PolicyKind, Retention, Scope};
 use deepinfer_kvstore::{Class, Key, Kind, Meta, ObjectId, TenantId};
 
 const RULE: &str = "\
@@ -119,16 +119,20 @@ fn main() {
     println!("{RULE}\n{entries} entries");
     for kind in PolicyKind::ALL {
         let before = resident();
-        let (kept, rate) = fill(entries, kind);
+        let (mut kept, rate) = fill(entries, kind);
+        search(kept.index(), entries);
+        // Ghosts take their memory with the first evictions.
+        let start = Instant::now();
+        kept.evict(Scope::All, entries / 100 * 113_920, (entries / CHAIN) as u32, &mut |_| {});
+        let evicted = entries as f64 / 100.0 / start.elapsed().as_secs_f64() / 1e6;
         let (index, policy) = kept.memory();
-        let each = |bytes: usize| bytes as f64 / entries as f64;
+        let each = |bytes: usize| bytes as f64 / kept.index().len() as f64;
         println!(
-            "{kind:?}: index {:.1} + policy {:.1} = {:.1} B an entry (resident {:.1}); insert {rate:.2} M/s",
+            "{kind:?}: index {:.1} + policy {:.1} = {:.1} B an entry (resident {:.1}); insert {rate:.2} M/s, evict {evicted:.2} M/s",
             each(index),
             each(policy),
             each(index + policy),
             each(resident().saturating_sub(before)),
         );
-        search(kept.index(), entries);
     }
 }

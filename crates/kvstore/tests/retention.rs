@@ -219,6 +219,56 @@ fn slices_go_sooner_than_blocks_of_their_age() {
 }
 
 #[test]
+fn marginal_hit_counts_touches_by_their_age() {
+    let mut kept = kept(PolicyKind::MarginalHit);
+    put(&mut kept, &[1], 0, Class::Chat, 10, 1000);
+    kept.touch_chain(&keys(&[1]), 1010);
+    put(&mut kept, &[2], 0, Class::Chat, 10, 1100);
+    assert_eq!(evict(&mut kept, Scope::All, 10, 1100), blocks(&[2]), "two touches of late are worth more than one");
+    put(&mut kept, &[3], 0, Class::Chat, 10, 1400);
+    assert_eq!(evict(&mut kept, Scope::All, 10, 1400), blocks(&[1]), "not for longer than a half-life");
+}
+
+#[test]
+fn marginal_hit_divides_by_size() {
+    let mut kept = kept(PolicyKind::MarginalHit);
+    put(&mut kept, &[1], 0, Class::Chat, 100_000, 1000);
+    put(&mut kept, &[2], 0, Class::Chat, 800_000, 1899);
+    put(&mut kept, &[3], 0, Class::Chat, 800_000, 1901);
+    // Eight times the size weigh three half-lives.
+    assert_eq!(evict(&mut kept, Scope::All, 1_700_000, 1901), blocks(&[2, 1, 3]));
+}
+
+#[test]
+fn marginal_hit_remembers_the_evicted() {
+    let mut kept = kept(PolicyKind::MarginalHit);
+    // Enough entries of the class for ghosts of them.
+    for number in 1000..1400 {
+        put(&mut kept, &[number], 0, Class::Chat, 10, 1000);
+    }
+    kept.touch_chain(&keys(&[1000]), 1001);
+    assert_eq!(evict(&mut kept, Scope::All, 4000, 1300).len(), 400);
+    for number in (1000..1400).rev() {
+        put(&mut kept, &[number], 0, Class::Chat, 10, 1400);
+    }
+    let gone = evict(&mut kept, Scope::All, 4000, 1400);
+    assert_eq!(gone[399], blocks(&[1000])[0], "three touches, two of them before it was evicted");
+}
+
+#[test]
+fn classes_are_compared_by_their_rates() {
+    use deepinfer_kvstore::policy::{HalfLives, MarginalHit};
+    let policy = MarginalHit::new(HalfLives { chat: 100.0, agent: 400.0, other: 100.0 });
+    let mut kept = Retention::new(Box::new(policy), LIVES);
+    put(&mut kept, &[1], 0, Class::Chat, 10, 1000);
+    put(&mut kept, &[2], 0, Class::Agent, 10, 1000);
+    // One touch within the last 100 s tells of four times as many hits as one within the last 400 s; after 300 s more no longer.
+    assert_eq!(evict(&mut kept, Scope::All, 10, 1200), blocks(&[2]));
+    put(&mut kept, &[2], 0, Class::Agent, 10, 1201);
+    assert_eq!(evict(&mut kept, Scope::All, 10, 1301), blocks(&[1]));
+}
+
+#[test]
 fn time_to_live_begins_again_at_each_touch() {
     let mut kept = kept(PolicyKind::Ttl);
     put(&mut kept, &[1, 2], 0, Class::Chat, 10, 100);

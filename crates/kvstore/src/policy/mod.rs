@@ -5,12 +5,16 @@
 //!
 //! Every policy evicts leaves only; it meets entries with children in its order and sets them aside until their last child is gone.
 
+mod ghosts;
 mod lru;
+mod marginal;
 mod queue;
 mod retention;
+pub mod simulate;
 mod ttl;
 
 pub use lru::Lru;
+pub use marginal::{HalfLives, MarginalHit};
 pub use retention::{Inserted, Retention};
 pub use ttl::{Lifetimes, Ttl};
 
@@ -35,6 +39,16 @@ pub struct Facts {
     pub parent: Option<Slot>,
     /// When it was touched before this call, seconds.
     pub touched: u32,
+}
+
+impl Facts {
+    /// The key, changed for a slice: a slice is named by its block's.
+    pub(crate) fn name(&self) -> Key {
+        match self.kind {
+            Kind::Block => self.key,
+            Kind::Slice => Key(!self.key.0),
+        }
+    }
 }
 
 impl From<&Entry> for Facts {
@@ -103,21 +117,24 @@ pub trait Policy: Send + Sync {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum PolicyKind {
     /// [`Lru`].
-    #[default]
     Lru,
     /// [`Ttl`].
     Ttl,
+    /// [`MarginalHit`].
+    #[default]
+    MarginalHit,
 }
 
 impl PolicyKind {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::Lru, Self::Ttl];
+    pub const ALL: [Self; 3] = [Self::Lru, Self::Ttl, Self::MarginalHit];
 
-    /// A fresh one.
+    /// A fresh one with its default settings.
     pub fn build(self, lifetimes: Lifetimes) -> Box<dyn Policy> {
         match self {
             Self::Lru => Box::new(Lru::new()),
             Self::Ttl => Box::new(Ttl::new(lifetimes)),
+            Self::MarginalHit => Box::new(MarginalHit::new(HalfLives::default())),
         }
     }
 }
