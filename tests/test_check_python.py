@@ -19,7 +19,7 @@ def check(cargo: str | None, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT], env={"PATH": str(folder)}, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("version", ["1.88.0 (873a06493 2025-05-10)", "1.91.0-nightly (abc 2025-08-01)", "2.0.0"])
+@pytest.mark.parametrize("version", ["1.89.0 (29483883e 2025-08-04)", "1.91.0-nightly (abc 2025-08-01)", "2.0.0"])
 def test_a_new_enough_toolchain_passes(version: str, tmp_path: Path) -> None:
     done = check(f"echo 'cargo {version}'", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -30,7 +30,7 @@ def test_a_new_enough_toolchain_passes(version: str, tmp_path: Path) -> None:
     [
         (None, "cargo is not on PATH"),
         ("echo 'error: rustup could not choose a version of cargo to run' >&2; exit 1", "`rustup default stable`"),
-        ("echo 'cargo 1.87.0 (99624be96 2025-05-06)'", "needs Rust 1.88 or newer, cargo is 1.87: `rustup update stable`"),
+        ("echo 'cargo 1.87.0 (99624be96 2025-05-06)'", "needs Rust 1.89 or newer, cargo is 1.87: `rustup update stable`"),
     ],
     ids=["missing", "rustup-without-a-toolchain", "old"],
 )

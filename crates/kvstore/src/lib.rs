@@ -10,6 +10,7 @@
 
 pub mod catalogue;
 pub mod checksum;
+pub mod erasure;
 pub mod error;
 pub mod index;
 pub mod key;
