@@ -78,7 +78,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 def test_another_version_says_so() -> None:
     data = bytearray(record().to_bytes())
     data[4] += 1
-    with pytest.raises(HandoverError, match="format 2"):
+    with pytest.raises(HandoverError, match="format 3"):
         Handover.from_bytes(bytes(data))
 
 

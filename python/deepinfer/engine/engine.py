@@ -22,7 +22,7 @@ from deepinfer.engine.assembly import assemble
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
 from deepinfer.engine.hooks import START_KINDS, Admission, EngineHooks
-from deepinfer.engine.image_input import check_images, image_processor
+from deepinfer.engine.image_input import check_handed_images, check_images, image_processor
 from deepinfer.engine.interrupt import hold_interrupts, to_the_end
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
@@ -128,6 +128,7 @@ class Engine(EngineHooks):
         made = Handover.from_bytes(record)
         try:
             role.check(made, grammar is not None)
+            check_handed_images(made.images, made.prompt_ids, self.images)
             self._check_new(made.request_id)
         except Exception:
             role.refuse(made.ticket)
@@ -145,6 +146,7 @@ class Engine(EngineHooks):
             priority=made.priority,
             order=made.order,
             arrival=time.monotonic(),
+            images=made.images,
             grammar=grammar,
         )
         role.admit(made, lambda number: self._add(request, made, number))
@@ -166,7 +168,7 @@ class Engine(EngineHooks):
             )
         produced = [] if made is None else list(made.produced)
         eos = () if p.ignore_eos else request.eos_ids
-        check_images(request.images, len(request.prompt_ids), self.model, self.options, self.config.engine_type)
+        check_images(request.images, len(request.prompt_ids), self.model, self.options)
         rows = [RowSampling(p, seed, request.prompt_ids, eos, request.bad_word_ids, request.images) for seed in request.seeds]
         handles: list[int] = self._core.add(
             request.prompt_ids + produced,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer.engine.config import EngineConfig
-from deepinfer.errors import ImageError, InvalidRequestError
+from deepinfer.errors import HandoverError, ImageError
 from deepinfer.models.base import Model, ModelOptions
 from deepinfer.models.images import ImageInput, ImageProcessor, ImageSpan, Pixels, VisionModel
 
@@ -61,7 +61,7 @@ def prepare_images(images: Any, rules: ImageRules | None) -> list[ImageInput]:
     if not images:
         return []
     if rules is None:
-        raise ImageError("this model takes no images, or not in this kind of engine; leave 'images' out")
+        raise ImageError("this model takes no images; leave 'images' out")
     if len(images) > rules.most:
         raise ImageError(f"the prompt has {len(images)} images, max_images_per_prompt is {rules.most}; give fewer or raise it")
     return [rules.processor.prepare(_read(source, place, rules.most_pixels)) for place, source in enumerate(images)]
@@ -174,19 +174,36 @@ def cut_spans(spans: Sequence[ImageSpan], cut: int) -> tuple[ImageSpan, ...]:
     return tuple(ImageSpan(span.start - cut, span.image) for span in spans if span.start >= cut)
 
 
-def check_images(spans: Sequence[ImageSpan], prompt: int, model: Model, options: ModelOptions, engine_type: str) -> None:
+def check_handed_images(spans: Sequence[ImageSpan], prompt: Sequence[int], processor: ImageProcessor | None) -> None:
+    """Whether images that came with a hand-over are such as a model prepares, and stand where its prompt shows images.
+
+    Raises:
+        HandoverError: they do not; the message says which.
+    """
+    if spans and processor is None:
+        raise HandoverError("the hand-over record has images, and the model here takes none; run one model on both sides")
+    for number, span in enumerate(spans):
+        assert processor is not None
+        height, width = span.image.pixels.shape[:2]
+        if processor.final_tokens(height, width) != span.image.tokens:
+            raise HandoverError(
+                f"the hand-over record says that image {number} of {width} x {height} pixels takes {span.image.tokens} tokens, "
+                "which is no size that the model here takes"
+            )
+        if any(token != processor.token for token in prompt[span.start : span.end]):
+            raise HandoverError(f"the hand-over record has image {number} at token {span.start}, where the prompt shows none")
+
+
+def check_images(spans: Sequence[ImageSpan], prompt: int, model: Model, options: ModelOptions) -> None:
     """Whether an engine can run a request of ``prompt`` tokens with these images.
 
     Raises:
         ImageError: its model takes none, or a truncated prefill would cut one.
-        InvalidRequestError: it hands sequences over, which goes without images.
     """
     if not spans:
         return
     if image_processor(model) is None:
         raise ImageError("this model takes no images; leave 'images' out")
-    if engine_type != "normal":
-        raise InvalidRequestError("prompts with images are not handed over from engine to engine; use one of engine_type='normal'")
     if options.truncation == "off" or options.keep_tokens is None:
         return
     first = prompt - options.keep_tokens

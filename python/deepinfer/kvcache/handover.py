@@ -3,7 +3,10 @@
 Owns: the record, its bytes, and every check of bytes that came from elsewhere. Never touches: requests, engines, how bytes travel.
 
 The record is small and carries all that the next engine needs to know before it takes a single page: tokens, sampling values, limits,
-the layout of the KV, and the ticket under which the pages can be fetched. Nothing in it is executed when it is read.
+images with their pixels, the layout of the KV, and the ticket under which the pages can be fetched. Nothing in it is executed when it
+is read.
+
+As bytes: a head (magic, format, lengths), a JSON part, token ids as int32, pixels. All little endian.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from typing import Any
 import numpy as np
 
 from deepinfer.errors import HandoverError, InvalidRequestError
+from deepinfer.kvcache.handover_images import describe_images, pack_pixels, pixel_bytes, unpack_images
 from deepinfer.kvcache.layout import FORMAT
+from deepinfer.models.images import ImageSpan
 from deepinfer.sampling import SamplingParams
 
 _HEAD = struct.Struct("<4sHHIII")  # magic, format, zero, bytes of the JSON part, prompt tokens, produced tokens
 _MAGIC = b"DIHO"
+_CUT = "the hand-over record was cut, or something was added to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class Handover:
         max_new: most tokens to generate, ``produced`` included.
         eos_ids, bad_word_ids, salt, priority, order, stream: as in an engine's request.
         cached_tokens: prompt tokens that the prompt engine found in its index.
+        images: of the prompt, in order; equal digests mean equal pixels.
         grammar: name of the grammar that the answer follows, its position being ``len(produced)``; ``None`` without one.
         layout: `KvLayout.fields` of the payload.
         ticket: under which the payload can be fetched; empty until it is offered.
@@ -59,6 +66,7 @@ class Handover:
     order: int = 0
     stream: bool = False
     cached_tokens: int = 0
+    images: tuple[ImageSpan, ...] = ()
     grammar: str | None = None
     ticket: bytes = b""
 
@@ -67,11 +75,17 @@ class Handover:
         return replace(self, ticket=ticket)
 
     def digest(self) -> bytes:
-        """16 bytes that name this record, the ticket left out: the payload carries them, so that it cannot be taken for another's."""
-        return hashlib.blake2b(self.with_ticket(b"").to_bytes(), digest_size=16).digest()
+        """16 bytes that name this record, the ticket left out: the payload carries them, so that it cannot be taken for another's.
+
+        Pixels count by their digests.
+        """
+        return hashlib.blake2b(self.with_ticket(b"")._without_pixels(), digest_size=16).digest()
 
     def to_bytes(self) -> bytes:
         """The record as bytes."""
+        return self._without_pixels() + pack_pixels(self.images)
+
+    def _without_pixels(self) -> bytes:
         text = json.dumps(
             {
                 "request_id": self.request_id,
@@ -87,6 +101,7 @@ class Handover:
                 "order": self.order,
                 "stream": self.stream,
                 "cached_tokens": self.cached_tokens,
+                "images": describe_images(self.images),
                 "grammar": self.grammar,
                 "ticket": self.ticket.hex(),
             },
@@ -109,18 +124,22 @@ class Handover:
             raise HandoverError("these bytes are no hand-over record")
         if version != FORMAT:
             raise HandoverError(f"the hand-over record has format {version}, this engine reads {FORMAT}; run one version on both sides")
-        if len(data) != _HEAD.size + size + 4 * (prompt + produced):
-            raise HandoverError("the hand-over record was cut, or something was added to it")
-        ids = np.frombuffer(data, "<i4", offset=_HEAD.size + size).tolist()
+        tokens, end = _HEAD.size + size, _HEAD.size + size + 4 * (prompt + produced)
+        if len(data) < end:
+            raise HandoverError(_CUT)
+        ids = np.frombuffer(data, "<i4", prompt + produced, tokens).tolist()
         try:
-            made = cls._of(json.loads(data[_HEAD.size : _HEAD.size + size]), ids[:prompt], ids[prompt:])
-        except (KeyError, TypeError, ValueError, AttributeError, InvalidRequestError) as e:
+            said = json.loads(data[_HEAD.size : tokens])
+            if len(data) != end + pixel_bytes(said["images"]):
+                raise HandoverError(_CUT)
+            made = cls._of(said, ids[:prompt], ids[prompt:], unpack_images(said["images"], memoryview(data)[end:], prompt))
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, InvalidRequestError) as e:
             raise HandoverError(f"the hand-over record cannot be read: {type(e).__name__}: {e}") from None
         made._check()
         return made
 
     @classmethod
-    def _of(cls, said: dict[str, Any], prompt: list[int], produced: list[int]) -> Handover:
+    def _of(cls, said: dict[str, Any], prompt: list[int], produced: list[int], images: tuple[ImageSpan, ...]) -> Handover:
         return cls(
             request_id=_of_type(said["request_id"], str),
             prompt_ids=prompt,
@@ -137,6 +156,7 @@ class Handover:
             order=_of_type(said["order"], int),
             stream=_of_type(said["stream"], bool),
             cached_tokens=_of_type(said["cached_tokens"], int),
+            images=images,
             grammar=None if said["grammar"] is None else _of_type(said["grammar"], str),
             ticket=bytes.fromhex(said["ticket"]),
         )

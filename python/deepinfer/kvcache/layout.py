@@ -17,7 +17,7 @@ from typing import Any
 
 from deepinfer.models.base import PagedGroup, StateGroup
 
-FORMAT = 1
+FORMAT = 2
 """Version of the payload and of the record beside it."""
 
 _ALIGN = 64

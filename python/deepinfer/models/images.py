@@ -71,6 +71,9 @@ class ImageProcessor(Protocol):
     token: int
     max_tokens: int
 
+    def final_tokens(self, height: int, width: int) -> int:
+        """Tokens of a picture of this size as it is, for one that came prepared from elsewhere; 0 if the model cannot take it so."""
+
     def prepare(self, pixels: Pixels) -> ImageInput:
         """Scales and pads a picture of any size from 1 × 1 up. Raises ``ImageError`` where something needed is not installed."""
 

@@ -180,6 +180,7 @@ class PrefillDecodePair(AsyncFront):
             max_model_len=min(r.max_model_len for r in ready),
             vocab_size=min(r.vocab_size for r in ready),
             max_num_seqs=min(r.max_num_seqs for r in ready),
+            images=ready[0].images,
         )
 
     def _has_work(self, side: _Side) -> bool:

@@ -202,5 +202,6 @@ def _record(request: EngineRequest, delta: SequenceDelta, produced: list[int], c
         order=request.order,
         stream=request.stream,
         cached_tokens=delta.cached_tokens,
+        images=request.images,
         grammar=None if request.grammar is None else getattr(request.grammar, "__qualname__", type(request.grammar).__name__),
     )

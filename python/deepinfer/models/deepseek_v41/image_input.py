@@ -44,6 +44,12 @@ class ImageSizes:
         """Tokens of an image of whole patches: a line per row of cells with one token behind it, and one at either end."""
         return -(-height // self.cell) * (-(-width // self.cell) + 1) + 2
 
+    def final_tokens(self, height: int, width: int) -> int:
+        """See ``models.images.ImageProcessor``: sides in whole patches, and not too many tokens."""
+        whole = height > 0 and width > 0 and not height % self.patch and not width % self.patch
+        tokens = self.tokens(height, width)
+        return tokens if whole and tokens <= self.max_tokens else 0
+
     def target(self, height: int, width: int) -> tuple[int, int]:
         """Pixels (height, width), whole patches, that a picture of this size is brought to."""
         if height * width < self.min_pixels:
