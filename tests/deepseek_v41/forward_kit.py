@@ -1,4 +1,4 @@
-"""Runs the paged forward of DeepSeek-V4.1 over chosen rows of chosen sequences, on pages, slots and rings full of garbage.
+"""Runs the paged forward of DeepSeek-V4.1, or V4, over chosen rows of chosen sequences, on pages, slots and rings full of garbage.
 
 Use: ``bench = Bench(make_model(topology, weights))``, ``run = bench.start(ids)``, then ``bench.step([(run, count), ...])`` → logits of
 each; ``bench.prefill(ids, chunk=7)``. Steps are told to the model as the worker tells them (ring slot, block table, state places).
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from deepinfer.models.base import ModelOptions, Truncation
+from deepinfer.models.deepseek_v4.forward import DeepseekV4Model
 from deepinfer.models.deepseek_v41.containers import DeepseekV41Parameters
 from deepinfer.models.deepseek_v41.engram_table import EngramTable
 from deepinfer.models.deepseek_v41.forward import DeepseekV41Model
@@ -71,7 +72,13 @@ class Bench:
     """Owns caches of a model. ``block``: tokens of a page; ``shuffle`` seeds the order in which pages and slots are handed out."""
 
     def __init__(
-        self, model: DeepseekV41Model, block: int = 16, pages: int = 200, shuffle: int = 0, truncation: Truncation = "off", keep: int = 0
+        self,
+        model: DeepseekV41Model | DeepseekV4Model,
+        block: int = 16,
+        pages: int = 200,
+        shuffle: int = 0,
+        truncation: Truncation = "off",
+        keep: int = 0,
     ) -> None:
         self.model, self.block, self.device = model, block, model.device
         paged, state = model.kv_groups(block)
@@ -173,7 +180,34 @@ class Bench:
         found = {}
         for layer, per_page in self.model.caches.sources:
             count = run.done * per_page // self.block
-            for name in (f"layers.{layer}.kv", f"layers.{layer}.index"):
+            for name in {f"layers.{layer}.kv", f"layers.{layer}.index"} & self.kv.tensors.keys():
                 pages = self.kv.tensors[name][torch.tensor(run.pages)]
                 found[name] = pages.flatten(0, 1)[:count].contiguous().view(torch.uint8).clone()
         return found
+
+
+def play(bench: Bench, ids: Sequence[torch.Tensor], seed: int, drafts: bool = False) -> list[torch.Tensor]:
+    """All sequences at once in random chunks, with drafts taken and taken back on the way; logits of every position that counts."""
+    rng, vocab = random.Random(seed), bench.model.vocab_size
+    runs = [bench.start(tokens) for tokens in ids]
+    out: list[list[torch.Tensor]] = [[] for _ in runs]
+    while any(run.done < len(run.tokens) for run in runs):
+        work: list[tuple[int, int]] = []
+        for k, run in enumerate(runs):
+            left = len(ids[k]) - run.done
+            if left and rng.random() < 0.9:
+                work.append((k, min(left, rng.choice([1, 2, 5, 6, 6, 25]))))
+        rng.shuffle(work)
+        wrong = []
+        for k, count in work:
+            run, bad = runs[k], rng.randrange(count) if drafts and 1 < count <= 6 else 0
+            run.tokens = ids[k].tolist()
+            for place in range(run.done + count - bad, run.done + count):
+                run.tokens[place] = (run.tokens[place] + 1 + rng.randrange(vocab // 2)) % (vocab - vocab // 50)
+            wrong.append(bad)
+        if not work:
+            continue
+        for (k, count), bad, logits in zip(work, wrong, bench.step([(runs[k], c) for k, c in work], wrong), strict=True):
+            out[k].append(logits[: count - bad])
+            runs[k].tokens = ids[k].tolist()
+    return [torch.cat(rows) for rows in out]

@@ -6,8 +6,6 @@ bit may move a value to the neighbouring one, so layers are compared one by one 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from deepinfer.models.base import ModelOptions
 from deepinfer.models.deepseek_v41.forward import DeepseekV41Model
 from deepinfer.models.deepseek_v41.layer import Layer, Streams
-from deepseek_v41.forward_kit import Bench, Running, make_model
+from deepseek_v41.forward_kit import Bench, Running, make_model, play
 from deepseek_v41.sequential import Forward, Run, Sequential, Shared
 from deepseek_v41.weights_kit import RandomWeights, plan, random_ids
 
@@ -119,41 +117,14 @@ def test_rounded_layers_agree_one_by_one(device: str, monkeypatch: pytest.Monkey
         assert (pre[:length].cpu() - out.pre).abs().quantile(0.99) < 1e-3, index
 
 
-def play(bench: Bench, seed: int, lengths: Sequence[int] = LENGTHS, drafts: bool = False) -> list[torch.Tensor]:
-    """All sequences at once in random chunks, with drafts taken and taken back on the way; logits of every position that counts."""
-    rng = random.Random(seed)
-    ids = [random_ids(exact_plan(), length, SEED) for length in lengths]
-    runs = [bench.start(i) for i in ids]
-    out: list[list[torch.Tensor]] = [[] for _ in runs]
-    while any(run.done < len(run.tokens) for run in runs):
-        work: list[tuple[int, int]] = []
-        for k, run in enumerate(runs):
-            left = len(ids[k]) - run.done
-            if left and rng.random() < 0.9:
-                work.append((k, min(left, rng.choice([1, 2, 5, 6, 6, 25]))))
-        rng.shuffle(work)
-        wrong = []
-        for k, count in work:
-            run, bad = runs[k], rng.randrange(count) if drafts and 1 < count <= 6 else 0
-            run.tokens = ids[k].tolist()
-            for place in range(run.done + count - bad, run.done + count):
-                run.tokens[place] = (run.tokens[place] + 1 + rng.randrange(1000)) % 2000
-            wrong.append(bad)
-        if not work:
-            continue
-        for (k, count), bad, logits in zip(work, wrong, bench.step([(runs[k], c) for k, c in work], wrong), strict=True):
-            out[k].append(logits[: count - bad])
-            runs[k].tokens = ids[k].tolist()
-    return [torch.cat(rows) for rows in out]
-
-
 @pytest.mark.parametrize(
     ("released", "dtype", "drafts"),
     [(False, torch.float32, False), (True, torch.float32, True), (True, torch.bfloat16, True)],
 )
 def test_cuts_mates_and_drafts_do_not_change_bits(released: bool, dtype: torch.dtype, drafts: bool, device: str) -> None:
     bench = Bench(model(released, dtype, device), shuffle=5)
-    for k, logits in enumerate(play(bench, 7 + drafts, drafts=drafts)):
+    ids = [random_ids(exact_plan(), length, SEED) for length in LENGTHS]
+    for k, logits in enumerate(play(bench, ids, 7 + drafts, drafts=drafts)):
         assert torch.equal(logits, whole(LENGTHS[k], released, dtype, device)), k
 
 

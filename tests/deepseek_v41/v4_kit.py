@@ -3,18 +3,21 @@
 - ``config()`` → what ``tests/data/deepseek_v41/tiny_v4.json`` holds: window-only, CSA and HCA layers, two layers with experts by token id.
 - ``read_plan(config)`` → sizes for ``v4.SequentialV4``; ``tensors(plan)`` → names and shapes; ``weights(plan, seed)``.
 - ``transformers_model(config, weights)`` → ``DeepseekV4ForCausalLM`` in float32 with the same numbers.
+- ``production_model(config, weights)`` → the family's own, for ``forward_kit.Bench``; ``write_checkpoint(where, config, weights)``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from deepinfer.kernels.rope import RopeParameters
+from deepinfer.models.deepseek_v4.forward import DeepseekV4Model
 from deepinfer.models.deepseek_v41.topology import AttentionSizes, DraftTopology, MoeSizes
 from deepseek_v41.v4 import V4Plan
 from deepseek_v41.weights_kit import DATA, made
@@ -240,3 +243,30 @@ def transformers_model(fields: Mapping[str, Any], given: Mapping[str, torch.Tens
     model = DeepseekV4ForCausalLM(DeepseekV4Config(**{name: value for name, value in fields.items() if name not in unknown}))
     model.load_state_dict(transformers_names(read_plan(fields), given), strict=True)
     return model.float().eval()
+
+
+def production_model(
+    fields: Mapping[str, Any], given: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> DeepseekV4Model:
+    """The engine's model with these weights."""
+    model = DeepseekV4Model.from_config(fields, dtype, torch.device(device))
+    for name in model.parameter_shapes():
+        place = model.parameter(name)
+        place.copy_(given[name].view(place.shape))
+    model.finish_loading()
+    return model
+
+
+def write_checkpoint(where: Path, fields: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> Path:
+    """A directory with these weights in two files and an index, under the release's names."""
+    from safetensors.torch import save_file
+
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "config.json").write_text(json.dumps(dict(fields)), encoding="utf-8")
+    names, index = sorted(given), {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: given[name].contiguous() for name in part}, where / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(part, file))
+    (where / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
+    return where

@@ -20,6 +20,7 @@ from .contract import check_class
 ENTRY_POINT_GROUP = "deepinfer.models"
 
 _registered: dict[str, str] = {
+    "DeepseekV4ForCausalLM": "deepinfer.models.deepseek_v4.forward:DeepseekV4Model",
     "DeepseekV41ForCausalLM": "deepinfer.models.deepseek_v41.forward:DeepseekV41Model",
     "LlamaForCausalLM": "deepinfer.models.llama.forward:LlamaModel",
     "MistralForCausalLM": "deepinfer.models.llama.forward:LlamaModel",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .base import Fillable, PagedGroup, StateGroup
+from .base import ConfigurableModel, Fillable, PagedGroup, StateGroup
 from .registry import architecture_of, resolve_architecture
 
 _OWN: dict[str, str] = {"DeepseekV41ForCausalLM": "deepinfer.models.deepseek_v41.sizes:read_sizes"}
@@ -79,7 +79,7 @@ def read_sizes(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16, b
         return own(config, dtype)
     family = resolve_architecture(architecture)
     model = family.from_config(config, dtype, torch.device("meta"))
-    paged, state = model.kv_groups(block_tokens)
+    paged, state = model.kv_groups(model.block_tokens if isinstance(model, ConfigurableModel) else block_tokens)
     parameters, nbytes = sum(map(prod, model.parameter_shapes().values())), resident_bytes(model)
     return ModelSizes(
         architecture=architecture,

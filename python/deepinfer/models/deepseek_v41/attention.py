@@ -18,8 +18,9 @@ from ...kernels.sparse_attention import two_source_attention
 from ...kernels.window_rows import WindowPlan, WindowRows
 from .caches import CachePlan
 from .containers import LayerParameters
-from .packed import PackedAttention, PackedCompressor, PackedIndexer
-from .step import Angles, LayerRows, Step
+from .heads import Heads
+from .packed import PackedCompressor, PackedIndexer
+from .step import LayerRows, Step
 from .topology import DeepseekV41Topology, LayerPlan
 
 
@@ -28,13 +29,12 @@ class Attention:
 
     def __init__(self, p: LayerParameters, t: DeepseekV41Topology, plan: LayerPlan, dtype: torch.dtype) -> None:
         self._t, self._plan, self._dtype, self._sizes = t, plan, dtype, t.attention
-        self._w = PackedAttention.pack(p.attn, t.quantised_weights)
+        self._heads = Heads(p.attn, t.attention, t.eps, t.quantised_weights, dtype)
         self._compressor = None if p.compressor is None else PackedCompressor.pack(p.compressor)
         self._indexer = None if p.indexer is None else PackedIndexer.pack(p.indexer, t.quantised_weights)
         if self._indexer is not None:
             # compares bits, which reads them back: at load, for the steps to come
-            safe_row_tile(self._w.sink.device, t.attention.index_heads, t.attention.index_dim)
-        self._scale = t.attention.head_dim**-0.5
+            safe_row_tile(self._heads.sink.device, t.attention.index_heads, t.attention.index_dim)
         self._index_scale = t.attention.index_dim**-0.5 * t.attention.index_heads**-0.5
 
     def fill(self, u: torch.Tensor, step: Step, caches: CachePlan, rope: RopeTable) -> None:
@@ -46,7 +46,7 @@ class Attention:
         if w.pools:
             values, gates = raw.chunk(2, -1)
             pending = step.state[f"{name}.pending"]
-            raw = compress(values.contiguous(), gates.contiguous(), WindowPlan(rows, plan.ratio, caches.pending_slots), pending)
+            raw = compress(values.contiguous(), gates.contiguous(), WindowPlan(rows, plan.ratio, pending.shape[1]), pending)
         latent = rms_norm(raw, w.norm, t.eps, self._dtype)
         keys = rms_norm(index.keys(latent), index.key_norm, t.eps, self._dtype)
         # an entry turns by the position of its first token
@@ -57,27 +57,17 @@ class Attention:
 
     def __call__(self, u: torch.Tensor, step: Step, rows: LayerRows, caches: CachePlan) -> torch.Tensor:
         """``u`` ``[D, d]`` normed rows of ``rows`` → ``[D, d]``; the step's window rows are kept in the ring."""
-        w, sizes, plan, t = self._w, self._sizes, self._plan, self._t
+        heads, plan = self._heads, self._plan
         angles = rows.compress if plan.stretched_rope else rows.main
-        low, latent = w.down(u).split((sizes.q_rank, sizes.head_dim), -1)
-        low = rms_norm(low, w.q_norm, t.eps, self._dtype)
-        q = rotate_pairs(w.up(low).view(-1, sizes.heads, sizes.head_dim), *angles)
-        own = rotate_pairs(rms_norm(latent, w.kv_norm, t.eps, self._dtype), *angles)
+        q, low, own = heads.enter(u, angles)
         window = WindowRows(rows.window, step.state[f"layers.{plan.index}.window"], caches.window.store(own), caches.window)
         if self._indexer is not None:
             self._select(u, low, step, rows, caches)
         entries = None if plan.kv_source is None else step.entries(plan.kv_source, caches)
         selected = None if plan.index_source is None else step.selections[plan.index_source]
-        attended = two_source_attention(q, window, entries, selected, w.sink, self._scale)
+        attended = two_source_attention(q, window, entries, selected, heads.sink, heads.scale)
         window.store()
-        return self._project(attended, angles)
-
-    def _project(self, attended: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Heads float32 ``[T, H, D]`` turned back, joined in groups, ``[T, d]``."""
-        cos, sin = angles
-        heads = rotate_pairs(attended, cos, -sin).to(self._dtype)
-        groups = heads.view(heads.shape[0], self._sizes.o_groups, -1).transpose(0, 1).contiguous()
-        return self._w.out(torch.cat([product(x) for product, x in zip(self._w.groups, groups, strict=True)], -1))
+        return heads.leave(attended, angles)
 
     def _select(self, u: torch.Tensor, low: torch.Tensor, step: Step, rows: LayerRows, caches: CachePlan) -> None:
         """Selection of the layer's own, and the candidates of later layers where this one makes them."""

@@ -19,6 +19,7 @@ import torch
 from ...errors import ConfigError
 from ...kernels.block_formats import FP4_ROWS, FP8_ROWS, MXFP4_ROWS, RowFormat
 from ...kernels.cache_rows import RowKind
+from ...kernels.state_replica import ReplicaRing
 from ..base import PagedGroup, Source, StateGroup, WindowHits
 from .topology import DeepseekV41Topology
 
@@ -35,11 +36,17 @@ class StateField:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    keep: int
+    """How many of its rows, the newest, a sequence at a page boundary still needs."""
 
     @property
     def nbytes(self) -> int:
         """Bytes it takes."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+FieldSpec = tuple[str, tuple[int, ...], torch.dtype, int]
+"""Name, shape, dtype and ``keep`` of a field that has no place yet."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +57,13 @@ class StateRegion:
     nbytes: int
 
     @classmethod
-    def lay_out(cls, fields: list[tuple[str, tuple[int, ...], torch.dtype]]) -> StateRegion:
-        """Places ``(name, shape, dtype)`` in order; offsets and length are aligned for every dtype."""
+    def lay_out(cls, fields: list[FieldSpec]) -> StateRegion:
+        """Places fields in order; offsets and length are aligned for every dtype."""
         placed: list[StateField] = []
         offset = 0
-        for name, shape, dtype in fields:
+        for name, shape, dtype, keep in fields:
             offset = -(-offset // dtype.itemsize) * dtype.itemsize
-            placed.append(StateField(name, offset, shape, dtype))
+            placed.append(StateField(name, offset, shape, dtype, keep))
             offset += placed[-1].nbytes
         return cls(tuple(placed), -(-offset // _WIDEST) * _WIDEST)
 
@@ -84,10 +91,11 @@ class CachePlan:
     ring: int
     backtracking: int
     """Rows of a ring beyond a window."""
-    pending_slots: int
-    id_reach: int
-    """Ids before a token that its n-grams read."""
     hits: WindowHits
+    id_reach: int = 0
+    """Ids before a token that its n-grams read."""
+    unindexed: frozenset[int] = frozenset()
+    """Source layers whose entries are all read, so that they have no index keys."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -97,7 +105,8 @@ class CachePlan:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page over all sources."""
-        return sum(entries for _, entries in self.sources) * (self.entry.nbytes + self.index_key.nbytes)
+        keys = sum(entries for layer, entries in self.sources if layer not in self.unindexed)
+        return sum(entries for _, entries in self.sources) * self.entry.nbytes + keys * self.index_key.nbytes
 
     @property
     def state_bytes(self) -> int:
@@ -122,11 +131,11 @@ class CachePlan:
         start = self.live_bytes if replica else 0
         return {**self.stored.views(state, start), **self.dropped.views(state, start + self.stored.nbytes)}
 
-    def rows_before(self, field: str) -> int:
-        """How many rows of a field a sequence at a page boundary still needs: none of a compressor's, whose groups are closed there."""
-        if field.endswith(".pending"):
-            return 0
-        return self.ring - self.backtracking if field.endswith(".window") else self.id_reach
+    def replica_rings(self, state: torch.Tensor) -> list[ReplicaRing]:
+        """Every field of ``state`` beside its replica."""
+        live, replica = self.views(state), self.views(state, replica=True)
+        fields = (*self.stored.fields, *self.dropped.fields)
+        return [ReplicaRing(live[field.name], replica[field.name], field.keep) for field in fields]
 
     def state_group(self) -> StateGroup:
         """One replica is taken at every page boundary: of both regions, so that a hit can restore all windows.
@@ -149,7 +158,8 @@ class CachePlan:
         sources: list[Source] = []
         for layer, entries in self.sources:
             sources.append(Source((f"layers.{layer}.kv",), entries, self.entry.shape, self.entry.dtype))
-            sources.append(Source((f"layers.{layer}.index",), entries, self.index_key.shape, self.index_key.dtype))
+            if layer not in self.unindexed:
+                sources.append(Source((f"layers.{layer}.index",), entries, self.index_key.shape, self.index_key.dtype))
         return [PagedGroup(self.page_tokens, tuple(sources))], [self.state_group()]
 
 
@@ -181,17 +191,18 @@ def plan_caches(
     entry = _row_kind(sizes.head_dim, FP4_ROWS, t.quantised_caches, storage, "compressed entries")
     index_key = _row_kind(sizes.index_dim, MXFP4_ROWS, t.quantised_caches, storage, "index keys")
 
-    def rings(names: list[str]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        return [(f"{name}.window", (ring, *window.shape), window.dtype) for name in names]
+    def rings(names: list[str]) -> list[FieldSpec]:
+        return [(f"{name}.window", (ring, *window.shape), window.dtype, sizes.window) for name in names]
 
     # a draft may be taken back after its group has closed, so raw rows are kept one step deep
     pending = 1 << back.bit_length()
-    dropped: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-    if t.engram is not None:
-        dropped.append(("token_ids", (t.engram.longest - 1 + back,), torch.int64))
+    dropped: list[FieldSpec] = []
+    reach = 0 if t.engram is None else t.engram.longest - 1
+    if reach:
+        dropped.append(("token_ids", (reach + back,), torch.int64, reach))
     for layer, ratio in ratios.items():
         if ratio > 1:
-            dropped.append((f"layers.{layer}.pending", (pending, 2, sizes.head_dim), torch.float32))
+            dropped.append((f"layers.{layer}.pending", (pending, 2, sizes.head_dim), torch.float32, 0))  # groups end there
     decoder = [f"layers.{plan.index}" for plan in t.layers if plan.decoder]
     dropped += rings(decoder + [f"mtp.{stage}" for stage in range(t.drafts.stages)])
     return CachePlan(
@@ -204,9 +215,8 @@ def plan_caches(
         dropped=StateRegion.lay_out(dropped),
         ring=ring,
         backtracking=back,
-        pending_slots=pending,
-        id_reach=0 if t.engram is None else t.engram.longest - 1,
         hits=WindowHits(t.encoder_layers, len(t.layers) - t.encoder_layers, sizes.window, page_tokens, back),
+        id_reach=reach,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -21,7 +22,7 @@ from ..places import ParameterPlaces
 from .engram_table import EngramTable
 from .parameters import Form
 from .shared_layers import LayerKind
-from .topology import DeepseekV41Topology
+from .topology import AttentionSizes, DeepseekV41Topology, MoeSizes
 
 Scales = dict[str, torch.Tensor]
 """uint8 (ue8m0) by attribute name: FP8 ``[ceil(N / 32), ceil(K / 32)]``, FP4 ``[..., N, K / 32]``; empty unless kept packed."""
@@ -83,8 +84,8 @@ class MoeParameters:
 
     gate: torch.Tensor
     """float32 ``[E, d]``."""
-    bias: torch.Tensor
-    """float32 ``[E]``."""
+    bias: torch.Tensor | None
+    """float32 ``[E]``; None where experts are given by token (DeepSeek-V4)."""
     bias_vl: torch.Tensor | None
     """float32 ``[E]``, for tokens of images; None where there are none (no vision, draft stages)."""
     w13: torch.Tensor
@@ -227,35 +228,31 @@ class _Places(ParameterPlaces):
                 self.put(f"{prefix}{expert}.{name}.{ending}", of_expert)
 
 
-class DeepseekV41Parameters:
-    """All tensors of a model; attributes for the forward, ``places`` for the loaders.
+class BlockSizes(Protocol):
+    """What the parameters that all blocks have depend on; any topology of these families has it."""
 
-    ``embed`` ``[V, d]`` and ``head`` ``[V, d]`` in the run dtype, ``norm`` float32 ``[d]``, ``layers``, ``drafts`` (None without
-    stages), ``vision`` and ``image_start``, ``image_end``, ``image_newline`` ``[d]`` (None without a vision tower), ``token_map``
-    int64 ``[V]`` on the CPU (token id → compressed id, −1 = none; None without Engram layers or before ``attach_tables``).
-    Tensors are allocated, not set.
-    """
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def streams(self) -> int: ...
+    @property
+    def attention(self) -> AttentionSizes: ...
+    @property
+    def moe(self) -> MoeSizes: ...
+    @property
+    def quantised_weights(self) -> bool: ...
 
-    def __init__(
-        self, topology: DeepseekV41Topology, dtype: torch.dtype, device: torch.device | str, keep_packed: Collection[Form] = ()
-    ) -> None:
-        self.topology, self.keep_packed = topology, frozenset(keep_packed)
-        self._make = make = _Places(topology.quantised_weights, dtype, torch.device(device), keep_packed)
-        self.places: ParameterPlaces = make
-        t = topology
-        self.token_map: torch.Tensor | None = None
-        self.embed = make.plain("embed.weight", t.vocab, t.hidden)
-        self.layers = [self._layer(index) for index in range(len(t.layers))]
-        self.norm = make.float32("norm.weight", t.hidden)
-        self.head = make.plain("head.weight", t.vocab, t.hidden)
-        self.drafts = self._drafts() if t.drafts.stages else None
-        self.vision = self._vision()
-        names = ("image_start", "image_end", "image_newline")
-        images = [None if t.vision is None else make.plain(name, t.hidden) for name in names]
-        self.image_start, self.image_end, self.image_newline = images
+
+class BlockParameters:
+    """Attention, experts and mixes of blocks under their names, and what the loaders call; DeepSeek-V4's blocks have them, too."""
+
+    def __init__(self, sizes: BlockSizes, dtype: torch.dtype, device: torch.device | str, keep_packed: Collection[Form] = ()) -> None:
+        self._sizes, self.keep_packed = sizes, frozenset(keep_packed)
+        self._make = _Places(sizes.quantised_weights, dtype, torch.device(device), keep_packed)
+        self.places: ParameterPlaces = self._make
 
     def _attention(self, prefix: str) -> AttentionParameters:
-        t, a, make, scales = self.topology, self.topology.attention, self._make, Scales()
+        t, a, make, scales = self._sizes, self._sizes.attention, self._make, Scales()
         wo_a = make.linear([f"{prefix}wo_a"], a.o_groups * a.o_rank, a.group_width, scales, "wo_a")
         return AttentionParameters(
             wq_a=make.linear([f"{prefix}wq_a"], a.q_rank, t.hidden, scales, "wq_a"),
@@ -268,6 +265,67 @@ class DeepseekV41Parameters:
             sink=make.float32(f"{prefix}attn_sink", a.heads),
             scales=scales,
         )
+
+    def _moe(self, prefix: str, experts: int, images: bool = False, biased: bool = True) -> MoeParameters:
+        d, m, make, scales = self._sizes.hidden, self._sizes.moe.width, self._make, Scales()
+        shared, each = f"{prefix}shared_experts.", f"{prefix}experts."
+        return MoeParameters(
+            gate=make.float32(f"{prefix}gate.weight", experts, d),
+            bias=make.float32(f"{prefix}gate.bias", experts) if biased else None,
+            bias_vl=make.float32(f"{prefix}gate.bias_vl", experts) if images else None,
+            w13=make.experts(each, experts, ("w1", "w3"), m, d, scales, "w13"),
+            w2=make.experts(each, experts, ("w2",), d, m, scales, "w2"),
+            shared_w13=make.linear([f"{shared}w1", f"{shared}w3"], m, d, scales, "shared_w13"),
+            shared_w2=make.linear([f"{shared}w2"], d, m, scales, "shared_w2"),
+            scales=scales,
+        )
+
+    def _mix(self, prefix: str) -> MixParameters:
+        n, make = self._sizes.streams, self._make
+        rows = n * (n + 2)
+        return MixParameters(
+            fn=make.float32(f"{prefix}_fn", rows, n * self._sizes.hidden),
+            base=make.float32(f"{prefix}_base", rows),
+            scale=make.float32(f"{prefix}_scale", 3),
+        )
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See ``registry.LoadableModel``; of packed weights the shapes of what is stored, their scales among them."""
+        return self.places.shapes()
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """See ``registry.LoadableModel``."""
+        return self.places[name]
+
+    def finish_loading(self) -> None:
+        """See ``registry.LoadableModel``; places are final as they are."""
+
+
+class DeepseekV41Parameters(BlockParameters):
+    """All tensors of a model; attributes for the forward, ``places`` for the loaders.
+
+    ``embed`` ``[V, d]`` and ``head`` ``[V, d]`` in the run dtype, ``norm`` float32 ``[d]``, ``layers``, ``drafts`` (None without
+    stages), ``vision`` and ``image_start``, ``image_end``, ``image_newline`` ``[d]`` (None without a vision tower), ``token_map``
+    int64 ``[V]`` on the CPU (token id → compressed id, −1 = none; None without Engram layers or before ``attach_tables``).
+    Tensors are allocated, not set.
+    """
+
+    def __init__(
+        self, topology: DeepseekV41Topology, dtype: torch.dtype, device: torch.device | str, keep_packed: Collection[Form] = ()
+    ) -> None:
+        super().__init__(topology, dtype, device, keep_packed)
+        self.topology = topology
+        make, t = self._make, topology
+        self.token_map: torch.Tensor | None = None
+        self.embed = make.plain("embed.weight", t.vocab, t.hidden)
+        self.layers = [self._layer(index) for index in range(len(t.layers))]
+        self.norm = make.float32("norm.weight", t.hidden)
+        self.head = make.plain("head.weight", t.vocab, t.hidden)
+        self.drafts = self._drafts() if t.drafts.stages else None
+        self.vision = self._vision()
+        names = ("image_start", "image_end", "image_newline")
+        images = [None if t.vision is None else make.plain(name, t.hidden) for name in names]
+        self.image_start, self.image_end, self.image_newline = images
 
     def _compressor(self, prefix: str, ratio: int) -> CompressorParameters:
         t, width, make = self.topology, self.topology.attention.head_dim, self._make
@@ -286,29 +344,6 @@ class DeepseekV41Parameters:
             wk=make.plain(f"{prefix}wk.weight", a.index_dim, a.head_dim) if keys else None,
             k_norm=make.float32(f"{prefix}k_norm.weight", a.index_dim) if keys else None,
             scales=scales,
-        )
-
-    def _moe(self, prefix: str, experts: int, images: bool) -> MoeParameters:
-        d, m, make, scales = self.topology.hidden, self.topology.moe.width, self._make, Scales()
-        shared, each = f"{prefix}shared_experts.", f"{prefix}experts."
-        return MoeParameters(
-            gate=make.float32(f"{prefix}gate.weight", experts, d),
-            bias=make.float32(f"{prefix}gate.bias", experts),
-            bias_vl=make.float32(f"{prefix}gate.bias_vl", experts) if images else None,
-            w13=make.experts(each, experts, ("w1", "w3"), m, d, scales, "w13"),
-            w2=make.experts(each, experts, ("w2",), d, m, scales, "w2"),
-            shared_w13=make.linear([f"{shared}w1", f"{shared}w3"], m, d, scales, "shared_w13"),
-            shared_w2=make.linear([f"{shared}w2"], d, m, scales, "shared_w2"),
-            scales=scales,
-        )
-
-    def _mix(self, prefix: str) -> MixParameters:
-        n, make = self.topology.streams, self._make
-        rows = n * (n + 2)
-        return MixParameters(
-            fn=make.float32(f"{prefix}_fn", rows, n * self.topology.hidden),
-            base=make.float32(f"{prefix}_base", rows),
-            scale=make.float32(f"{prefix}_scale", 3),
         )
 
     def _engram(self, prefix: str, width: int) -> EngramParameters:
@@ -395,20 +430,9 @@ class DeepseekV41Parameters:
             add(f"aligner.{name}.bias", d)
         return VisionParameters(tensors)
 
-    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See ``registry.LoadableModel``; of packed weights the shapes of what is stored, their scales among them."""
-        return self.places.shapes()
-
-    def parameter(self, name: str) -> torch.Tensor:
-        """See ``registry.LoadableModel``."""
-        return self.places[name]
-
     def optional_tensors(self) -> tuple[str, ...]:
         """Checkpoints have a bias for tokens of images in every router; without images nothing reads it."""
         return ("*.ffn.gate.bias_vl",) if self.topology.vision is None else ("mtp.*.ffn.gate.bias_vl",)
-
-    def finish_loading(self) -> None:
-        """See ``registry.LoadableModel``; places are final as they are."""
 
     def attach_tables(self, tables: Mapping[int, EngramTable], token_map: torch.Tensor | None) -> None:
         """Gives each Engram layer (by layer number) its opened table, and all of them the map of token ids."""

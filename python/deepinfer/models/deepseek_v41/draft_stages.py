@@ -15,16 +15,17 @@ import torch.nn.functional as F
 from ...kernels.cache_rows import PagedRows, StepRows
 from ...kernels.linear import PackedLinear, row_bucket
 from ...kernels.rms_norm import rms_norm
-from ...kernels.rope import RopeTable, rotate_pairs
+from ...kernels.rope import RopeTable
 from ...kernels.sparse_attention import two_source_attention
 from ...kernels.stream_mix import collapse
 from ...kernels.window_rows import WindowPlan, WindowRows
 from ..base import Drafts, DrawDrafts, ForwardBatch, NewTokens
 from .caches import CachePlan
 from .containers import DraftParameters, LayerParameters
+from .heads import Heads
 from .layer import Sites
 from .ops import begin_streams
-from .packed import PackedAttention, PackedHeads, Projection
+from .packed import PackedHeads, Projection
 from .step import LayerRows
 from .topology import DeepseekV41Topology
 
@@ -50,14 +51,14 @@ class DraftStage:
     """One stage in runtime layout."""
 
     def __init__(self, p: LayerParameters, t: DeepseekV41Topology, name: str, dtype: torch.dtype) -> None:
-        self._t, self._ring, self._dtype = t, f"{name}.window", dtype
-        self._w = PackedAttention.pack(p.attn, t.quantised_weights)
+        self._t, self._ring = t, f"{name}.window"
+        self._heads = Heads(p.attn, t.attention, t.eps, t.quantised_weights, dtype)
         self._latent = Projection(p.attn.wkv, t.quantised_weights)
         self._sites = Sites(p, t, t.drafts.chosen, dtype)
 
     def keep(self, main: torch.Tensor, rows: LayerRows, state: Mapping[str, torch.Tensor], caches: CachePlan) -> None:
         """Window rows of ``main`` ``[T, d]``, stored by position."""
-        own = rotate_pairs(rms_norm(self._latent(main), self._w.kv_norm, self._t.eps, self._dtype), *rows.main)
+        own = self._heads.turned(self._latent(main), rows.main)
         rows.window.store(state[self._ring], caches.window.store(own))
 
     def __call__(
@@ -73,16 +74,11 @@ class DraftStage:
         return self._sites(streams, lambda u: self._attend(u, block, ring, caches))
 
     def _attend(self, u: torch.Tensor, block: _Block, window: WindowRows, caches: CachePlan) -> torch.Tensor:
-        w, sizes, t, (cos, sin) = self._w, self._t.attention, self._t, block.angles
-        low, latent = w.down(u).split((sizes.q_rank, sizes.head_dim), -1)
-        low = rms_norm(low, w.q_norm, t.eps, self._dtype)
-        q = rotate_pairs(w.up(low).view(-1, sizes.heads, sizes.head_dim), cos, sin)
-        own = caches.window.store(rotate_pairs(rms_norm(latent, w.kv_norm, t.eps, self._dtype), cos, sin))
+        heads = self._heads
+        q, _, latent = heads.enter(u, block.angles)
+        own = caches.window.store(latent)
         entries = PagedRows(own[: block.rows].unflatten(0, (-1, block.size)), block.table, caches.window)
-        attended = two_source_attention(q, window, entries, block.all, w.sink, sizes.head_dim**-0.5)
-        heads = rotate_pairs(attended, cos, -sin).to(self._dtype)
-        groups = heads.view(heads.shape[0], sizes.o_groups, -1).transpose(0, 1).contiguous()
-        return w.out(torch.cat([product(x) for product, x in zip(w.groups, groups, strict=True)], -1))
+        return heads.leave(two_source_attention(q, window, entries, block.all, heads.sink, heads.scale), block.angles)
 
 
 class DraftStages:

@@ -23,13 +23,16 @@ class Experts:
         self._rounding = activation_rounding(p.shared_w13.shape[-1], quantised)
         self._form = FP8_ROWS if activation_rounding(p.shared_w2.shape[-1], quantised) else None
 
-    def __call__(self, u: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
-        """``u`` ``[T, d]`` normed rows → ``[T, d]`` in the run dtype; rows of images (bool ``image`` ``[T]``) have a bias of their own."""
+    def __call__(self, u: torch.Tensor, image: torch.Tensor | None = None, given: torch.Tensor | None = None) -> torch.Tensor:
+        """``u`` ``[T, d]`` normed rows → ``[T, d]`` in the run dtype.
+
+        Rows of images (bool ``image`` ``[T]``) have a bias of their own; ``given`` int64 ``[T, k]`` are experts that no score chooses.
+        """
         s, bias = self._sizes, self._bias
-        if image is not None and self._image_bias is not None:
+        if image is not None and bias is not None and self._image_bias is not None:
             bias = torch.where(image[:, None], self._image_bias, bias)
-        ids, weights = route(u, self._gate, bias, self._chosen, s.normalise, s.scale, s.temperature)
+        ids, weights = route(u, self._gate, bias, self._chosen, s.normalise, s.scale, s.temperature, given)
         rounded = u if self._rounding is None else self._rounding(u)
-        total = expert_mlp(rounded, ids, weights, self._bank, s.limit, form=self._form)
+        total = expert_mlp(rounded, ids, weights, self._bank, s.limit, form=self._form, weight_first=s.weight_first)
         total += gated_mlp(rounded, self._shared_gate_up, self._shared_down, s.limit, form=self._form)
         return total.to(self._dtype)

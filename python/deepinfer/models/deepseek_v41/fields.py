@@ -80,11 +80,47 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedConfigError(f"config fields 'engram_pad_token_id' = {pad!r} and 'engram_pad_id' = {short!r} disagree")
     refuse_foreign_format(fields)
     check_fields(fields, (*_SIZES, *_EXPERTS, *_SHARING, *_ENGRAM, *_DRAFTS, *_REST))
-    for name, allowed in _FIXED.items():
+    check_fixed(fields, _FIXED)
+    return fields
+
+
+def check_fixed(fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    """``fixed``: what a field may say where it is present, the usual value first."""
+    for name, allowed in fixed.items():
         value = fields.get(name)
         if value is not None and not any(value == other and type(value) is type(other) for other in allowed):
             raise UnsupportedConfigError(f"config field {name!r} = {value!r} is not implemented; {allowed[0]!r} is")
-    return fields
+
+
+def check_multiple(fields: Mapping[str, Any], name: str, other: str) -> None:
+    """``name`` must be a multiple of ``other``."""
+    value, divisor = required_int(fields, name), required_int(fields, other)
+    if value % divisor:
+        raise UnsupportedConfigError(f"config fields {name!r} = {value} and {other!r} = {divisor} disagree: the first must be a multiple")
+
+
+def check_most(fields: Mapping[str, Any], name: str, other: str) -> None:
+    """``name`` must not be larger than ``other``."""
+    value, most = required_int(fields, name), required_int(fields, other)
+    if value > most:
+        raise UnsupportedConfigError(f"config fields {name!r} = {value} and {other!r} = {most} disagree: the first must not be larger")
+
+
+def check_heads(fields: Mapping[str, Any]) -> None:
+    """Groups of the output and turned channels must fit the widths of heads."""
+    check_multiple(fields, "num_attention_heads", "o_groups")
+    check_most(fields, "qk_rope_head_dim", "head_dim")
+    check_most(fields, "qk_rope_head_dim", "index_head_dim")
+    if required_int(fields, "qk_rope_head_dim") % 2:
+        raise UnsupportedConfigError(f"config field 'qk_rope_head_dim' = {fields['qk_rope_head_dim']} must be even")
+
+
+def read_limit(fields: Mapping[str, Any]) -> float:
+    """``swiglu_limit``; 0 = none."""
+    limit = fields.get("swiglu_limit", 10.0)
+    if isinstance(limit, bool) or not isinstance(limit, int | float | None):
+        raise UnsupportedConfigError(f"config field 'swiglu_limit' must be a number, found {limit!r}")
+    return max(float(limit or 0.0), 0.0)
 
 
 def read_quantised(fields: Mapping[str, Any]) -> bool:

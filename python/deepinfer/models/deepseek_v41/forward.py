@@ -17,7 +17,6 @@ from ...errors import ConfigError
 from ...kernels.linear import PackedLinear, pack_linear, row_quantum
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import RopeTable
-from ...kernels.state_replica import ReplicaRing, save_replica
 from ...kernels.stream_mix import collapse
 from ..base import Drafts, DrawDrafts, ForwardBatch, ModelOptions, NewTokens, PagedGroup, StateGroup
 from ..loaders.resolved import ResolvedModel
@@ -30,7 +29,7 @@ from .image_input import ImageSizes
 from .layer import Layer, Streams
 from .loading import load_parameters
 from .ops import begin_streams, mean_stream
-from .step import RopeTables, Step, make_step
+from .step import RopeTables, Step, make_step, save_states
 from .topology import read_topology
 from .vision_forward import VisionTower
 
@@ -224,17 +223,7 @@ class DeepseekV41Model:
     @torch.inference_mode()
     def end_step(self, batch: ForwardBatch, rejected: torch.Tensor | None, kv: dict[str, torch.Tensor]) -> None:
         """See ``models.base.StatefulModel``: copies the state of sequences that passed a boundary to its replica."""
-        state, caches = batch.state, self.caches
-        if state is None or not state.crossing.shape[0]:
-            return
-        mine = state.crossing
-        end = batch.seq_len.index_select(0, mine)
-        start = end - (batch.cu_q[1:] - batch.cu_q[:-1]).index_select(0, mine)
-        if rejected is not None:
-            end = end - rejected.index_select(0, mine)
-        live, replica = caches.views(kv["state0"]), caches.views(kv["state0"], replica=True)
-        rings = [ReplicaRing(live[name], replica[name], caches.rows_before(name)) for name in live]
-        save_replica(rings, state.state_row.index_select(0, mine), start, end, caches.page_tokens, caches.backtracking)
+        save_states(batch, rejected, kv["state0"], self.caches)
 
     @torch.inference_mode()
     def draft(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ...kernels.cache_rows import PagedRows, StepRows
 from ...kernels.linear import row_bucket
 from ...kernels.rope import RopeTable
+from ...kernels.state_replica import save_replica
 from ...kernels.window_rows import WindowPlan
 from ..base import ForwardBatch, StateRows
 from .caches import CachePlan
@@ -132,3 +133,20 @@ def make_step(batch: ForwardBatch, kv: Mapping[str, torch.Tensor], caches: Cache
         block_table=batch.block_table,
         max_len=batch.max_len,
     )
+
+
+def save_states(batch: ForwardBatch, rejected: torch.Tensor | None, state: torch.Tensor, caches: CachePlan) -> None:
+    """Copies the state of sequences that passed a page's boundary to its replica, see ``models.base.StatefulModel.end_step``.
+
+    ``state`` uint8 ``[slots, bytes]``.
+    """
+    rows = batch.state
+    if rows is None or not rows.crossing.shape[0]:
+        return
+    mine = rows.crossing
+    end = batch.seq_len.index_select(0, mine)
+    start = end - (batch.cu_q[1:] - batch.cu_q[:-1]).index_select(0, mine)
+    if rejected is not None:
+        end = end - rejected.index_select(0, mine)
+    slots = rows.state_row.index_select(0, mine)
+    save_replica(caches.replica_rings(state), slots, start, end, caches.page_tokens, caches.backtracking)

@@ -10,7 +10,7 @@ from ...errors import UnsupportedConfigError
 from ...kernels.rope import RopeParameters
 from ..config import optional_bool, optional_float, optional_int, required_int
 from .engram import EngramTopology, read_engram
-from .fields import int_list, read_fields, read_quantised, read_rope_tables, token_id
+from .fields import check_heads, check_most, int_list, read_fields, read_limit, read_quantised, read_rope_tables, token_id
 from .shared_layers import LayerKind, SharedLayerTopology
 from .vision import VisionTopology, read_vision
 
@@ -71,6 +71,8 @@ class MoeSizes:
     temperature: float
     limit: float
     """Clamp of gate and up projection; 0 = none."""
+    weight_first: bool = True
+    """Whether an expert's weight multiplies its inner row, else its answer."""
 
 
 @dataclass(frozen=True)
@@ -144,24 +146,8 @@ class DeepseekV41Topology:
         return self.ring
 
 
-def _check_multiple(fields: Mapping[str, Any], name: str, other: str) -> None:
-    value, divisor = required_int(fields, name), required_int(fields, other)
-    if value % divisor:
-        raise UnsupportedConfigError(f"config fields {name!r} = {value} and {other!r} = {divisor} disagree: the first must be a multiple")
-
-
-def _check_most(fields: Mapping[str, Any], name: str, other: str) -> None:
-    value, most = required_int(fields, name), required_int(fields, other)
-    if value > most:
-        raise UnsupportedConfigError(f"config fields {name!r} = {value} and {other!r} = {most} disagree: the first must not be larger")
-
-
 def _attention(fields: Mapping[str, Any], shared: SharedLayerTopology) -> AttentionSizes:
-    _check_multiple(fields, "num_attention_heads", "o_groups")
-    _check_most(fields, "qk_rope_head_dim", "head_dim")
-    _check_most(fields, "qk_rope_head_dim", "index_head_dim")
-    if required_int(fields, "qk_rope_head_dim") % 2:
-        raise UnsupportedConfigError(f"config field 'qk_rope_head_dim' = {fields['qk_rope_head_dim']} must be even")
+    check_heads(fields)
     topk, blocks, block = required_int(fields, "index_topk"), 0, 0
     if shared.candidate_source is not None:
         blocks, block = required_int(fields, "candidate_topk_blocks"), required_int(fields, "candidate_block_size")
@@ -188,7 +174,7 @@ def _attention(fields: Mapping[str, Any], shared: SharedLayerTopology) -> Attent
 
 
 def _moe(fields: Mapping[str, Any], quantised: bool) -> MoeSizes:
-    _check_most(fields, "num_experts_per_tok", "n_routed_experts")
+    check_most(fields, "num_experts_per_tok", "n_routed_experts")
     if quantised:
         for name in ("moe_intermediate_size", "hidden_size"):
             if required_int(fields, name) % 32:
@@ -196,9 +182,6 @@ def _moe(fields: Mapping[str, Any], quantised: bool) -> MoeSizes:
                     f"config fields {name!r} = {fields[name]} and 'quantization_config.expert_dtype' disagree: "
                     "FP4 experts share a scale among 32 inputs, so the first must be a multiple of 32"
                 )
-    limit = fields.get("swiglu_limit", 10.0)
-    if isinstance(limit, bool) or not isinstance(limit, int | float | None):
-        raise UnsupportedConfigError(f"config field 'swiglu_limit' must be a number, found {limit!r}")
     return MoeSizes(
         width=required_int(fields, "moe_intermediate_size"),
         experts=required_int(fields, "n_routed_experts"),
@@ -206,7 +189,7 @@ def _moe(fields: Mapping[str, Any], quantised: bool) -> MoeSizes:
         normalise=optional_bool(fields, "norm_topk_prob", True),
         scale=optional_float(fields, "routed_scaling_factor", 1.0),
         temperature=optional_float(fields, "gate_temp", 1.0),
-        limit=max(float(limit or 0.0), 0.0),
+        limit=read_limit(fields),
     )
 
 
@@ -220,7 +203,7 @@ def _drafts(fields: Mapping[str, Any], stages: int, vocab: int, layers: int) -> 
         raise UnsupportedConfigError(
             f"config fields 'dspark_target_layer_ids' and 'num_hidden_layers' disagree: layer {taps[-1]} of {layers} is named"
         )
-    _check_most(fields, "dspark_num_experts_per_tok", "dspark_n_routed_experts")
+    check_most(fields, "dspark_num_experts_per_tok", "dspark_n_routed_experts")
     return DraftTopology(
         stages=stages,
         block=required_int(fields, "dspark_block_size"),

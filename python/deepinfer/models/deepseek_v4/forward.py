@@ -1,0 +1,175 @@
+"""How DeepSeek-V4 is computed: the layers over a step's rows, and a head that mixes the streams for itself.
+
+The rows of a step pass all layers together, padded once. Every layer that reads entries makes its own, so that no row of a prompt can be
+left out: prefill is never truncated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+
+from ...errors import ConfigError, UnsupportedFormatError
+from ...kernels.compressor import PoolPlan
+from ...kernels.linear import PackedLinear, pack_linear, row_quantum
+from ...kernels.rms_norm import rms_norm
+from ...kernels.rope import RopeTable
+from ...kernels.stream_mix import collapse, head_coefficients
+from ..base import ForwardBatch, ModelOptions, PagedGroup, StateGroup
+from ..deepseek_v41.caches import CachePlan
+from ..deepseek_v41.ops import begin_streams
+from ..deepseek_v41.packed import PackedMix
+from ..deepseek_v41.step import RopeTables, make_step, save_states
+from ..loaders.dummy import DummySource
+from ..loaders.load import check_load_format
+from ..loaders.resolved import ResolvedModel
+from ..loaders.safetensors_source import SafetensorsSource
+from ..loaders.source import Progress, fill
+from .caches import Storage, pending_places, plan_caches
+from .containers import DeepseekV4Parameters
+from .layer import Layer
+from .loading import WithTables
+from .topology import DeepseekV4Topology, LayerKind, read_topology
+
+
+class DeepseekV4Model:
+    """DeepSeek-V4 for causal language modelling; ``models.base`` says what its methods are for."""
+
+    def __init__(self, topology: DeepseekV4Topology, dtype: torch.dtype, device: torch.device) -> None:
+        self.topology, self.dtype, self.device = topology, dtype, device
+        self.vocab_size, self.max_position = topology.vocab, topology.max_position
+        self.block_tokens = topology.page_tokens
+        self._parameters: DeepseekV4Parameters | None = DeepseekV4Parameters(topology, dtype, device)
+        self._embed, self._norm = self._parameters.embed, self._parameters.norm
+        self._ropes = RopeTables(RopeTable(topology.rope_main, device), RopeTable(topology.rope_compress, device))
+        self.layers: list[Layer] = []
+        """In runtime layout, in order; filled by ``finish_loading``."""
+        self._head: PackedLinear | None = None
+        self._mix: PackedMix | None = None
+        self._options = ModelOptions()
+        self._caches: CachePlan | None = None
+        self._quantum = row_quantum(device)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
+        """See ``base.LoadableModel``."""
+        return cls(read_topology(config), dtype, device)
+
+    @classmethod
+    def from_checkpoint(
+        cls, source: ResolvedModel, dtype: torch.dtype, device: torch.device, load_format: str, seed: int, progress: Progress | None
+    ) -> Self:
+        """See ``loaders.load.LoadsItself``; raises what ``from_config`` and ``fill`` do, and ``CheckpointError`` for tables of experts."""
+        found = check_load_format(source, load_format)
+        if found not in ("dummy", "safetensors"):
+            raise UnsupportedFormatError(f"{source.name}: this family is read from safetensors in plain floats only, not from {found}")
+        model = cls.from_config(source.config, dtype, device)
+        if found == "dummy":
+            fill(model, WithTables(DummySource(model.parameter_shapes(), seed), model.topology, seed), progress)
+        else:
+            fill(model, WithTables(SafetensorsSource(source.weight_files), model.topology), progress)
+        return model
+
+    @classmethod
+    def position_limit(cls, config: Mapping[str, Any]) -> int:
+        """See ``base.LoadableModel``."""
+        return read_topology(config).max_position
+
+    @property
+    def parameters(self) -> DeepseekV4Parameters:
+        """What is loaded; gone once it is packed."""
+        if self._parameters is None:
+            raise RuntimeError("the model's parameters are already loaded and packed")
+        return self._parameters
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See ``base.LoadableModel``."""
+        return self.parameters.parameter_shapes()
+
+    def optional_tensors(self) -> tuple[str, ...]:
+        """See ``base.LoadableModel``."""
+        return self.parameters.optional_tensors()
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """See ``base.LoadableModel``."""
+        return self.parameters.parameter(name)
+
+    def finish_loading(self) -> None:
+        """Packs the weights layer by layer and frees the unpacked ones."""
+        p, self._parameters = self.parameters, None
+        # logits are float32 whatever the run dtype: the head decides between tokens
+        self._head = pack_linear(p.head.float(), largest_rows=64 if self.device.type == "cpu" else None)
+        self._mix = PackedMix.pack(p.hc_head)
+        p.places.close()
+        for plan in self.topology.layers:
+            self.layers.append(Layer(p.layers.pop(0), self.topology, plan, self._ropes.compress, self.dtype))
+
+    def configure(self, options: ModelOptions) -> ModelOptions:
+        """See ``base.ConfigurableModel``. Rows are kept as floats, and every row of a prompt passes every layer."""
+        if options.truncation != "off":
+            raise ConfigError(
+                f"yoco_prefill_truncation={options.truncation!r} leaves rows out of layers that make no entries, and in DeepSeek-V4 "
+                "every layer that reads entries makes its own; leave it 'off'"
+            )
+        if options.cache_form == "packed":
+            raise ConfigError("kv_cache_dtype='packed' is not implemented for DeepSeek-V4; use 'auto', 'bfloat16' or 'float32'")
+        if options.table_cache_bytes is not None:
+            raise ConfigError("engram_cache_gib is a setting of models with Engram tables, and DeepSeek-V4 has none; leave it out")
+        back = options.max_draft + 1 if options.max_backtracking is None else options.max_backtracking
+        if back < options.max_draft + 1:
+            raise ConfigError(
+                f"max_backtracking_tokens {back} does not cover the {options.max_draft} drafts and the token before them; "
+                f"set it to at least {options.max_draft + 1}"
+            )
+        form = options.cache_form
+        if form == "auto":
+            form = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
+        self._options = replace(options, cache_form=form, keep_tokens=None, max_backtracking=back)
+        return self._options
+
+    def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:
+        """See ``caches``."""
+        options = self._options if self._options.max_backtracking is not None else self.configure(self._options)
+        storage: Storage = "bfloat16" if options.cache_form == "bfloat16" else "float32"
+        self._caches = plan_caches(self.topology, storage, block_tokens, options.max_backtracking or 1)
+        return self._caches.kv_groups()
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Hidden states ``[T, d]`` in the run dtype after the final norm; writes caches."""
+        t, caches, mix = self.topology, self.caches, self._mix
+        if mix is None:
+            raise RuntimeError("finish_loading has not been called")
+        step = make_step(batch, kv, caches, t.attention.window, self._ropes, self._quantum)
+        pools: dict[LayerKind, PoolPlan] = {}
+        for plan in t.sources:
+            if plan.kind not in pools:
+                pools[plan.kind] = PoolPlan(step.encoder.step, plan.ratio, plan.overlaps, pending_places(plan, caches.backtracking))
+        x, _ = begin_streams(F.embedding(step.ids, self._embed), t.streams)
+        for layer in self.layers:
+            x = layer(x, step, pools, caches)
+        last = collapse(x, head_coefficients(x, mix.fn, mix.base, mix.scale, t.eps, t.mix_eps), self.dtype)
+        return rms_norm(last, self._norm, t.eps)[: batch.ids.shape[0]]
+
+    @torch.inference_mode()
+    def end_step(self, batch: ForwardBatch, rejected: torch.Tensor | None, kv: dict[str, torch.Tensor]) -> None:
+        """See ``base.StatefulModel``: copies the state of sequences that passed a boundary to its replica."""
+        save_states(batch, rejected, kv["state0"], self.caches)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` ``[R, d]`` → float32 ``[R, vocab]``; the rows may be any choice of rows of ``forward``."""
+        if self._head is None:
+            raise RuntimeError("finish_loading has not been called")
+        return self._head(hidden.float())
+
+    @property
+    def caches(self) -> CachePlan:
+        """The plan that ``kv_groups`` made last."""
+        if self._caches is None:
+            raise RuntimeError("kv_groups has not been called: the caches have no form yet")
+        return self._caches
