@@ -11,6 +11,7 @@
 pub mod catalogue;
 pub mod checksum;
 pub mod erasure;
+pub mod directory;
 pub mod error;
 pub mod index;
 pub mod key;
