@@ -10,8 +10,8 @@
 
 pub mod catalogue;
 pub mod checksum;
-pub mod erasure;
 pub mod directory;
+pub mod erasure;
 pub mod error;
 pub mod index;
 pub mod key;
