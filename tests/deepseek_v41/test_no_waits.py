@@ -14,6 +14,7 @@ import torch
 
 from deepinfer.errors import HiddenSyncError
 from deepinfer.models.base import ForwardBatch, StateRows
+from deepinfer.models.deepseek_v4.forward import DeepseekV4Model
 from deepinfer.models.deepseek_v41.containers import DeepseekV41Parameters
 from deepinfer.models.deepseek_v41.engram_table import EngramTable
 from deepinfer.models.deepseek_v41.forward import DeepseekV41Model
@@ -21,6 +22,7 @@ from deepinfer.models.deepseek_v41.vision_forward import VisionTower
 from deepinfer.models.images import ImageInput, ImagePiece
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.sync_guard import forbid_device_sync
+from deepseek_v41 import v4_kit
 from deepseek_v41.weights_kit import plan
 from fake_cuda import watched_cuda
 
@@ -96,6 +98,25 @@ def test_no_step_waits(guard: None) -> None:
         assert hidden.shape == (sum(counts), 256)
     with pytest.raises(HiddenSyncError), forbid_device_sync():
         bool(hidden[0, 0] > 0)
+
+
+def test_no_step_of_deepseek_v4_waits(guard: None) -> None:
+    """One layer of each kind, experts given by token in the first."""
+    kinds = ["sliding_attention", v4_kit.CSA, v4_kit.HCA]
+    fields = v4_kit.config(num_hidden_layers=3, layer_types=kinds, mlp_layer_types=["hash_moe", "moe", "moe"], n_routed_experts=2)
+    model = DeepseekV4Model.from_config(fields, torch.bfloat16, torch.device("cuda"))
+    for name in model.parameter_shapes():
+        model.parameter(name).zero_()
+    model.finish_loading()
+    paged, state = model.kv_groups(2 * BLOCK)
+    kv = KVCache(paged, [8], state, SEQS + 1, torch.device("cuda")).tensors
+    for counts in ([1, 1, 1], [34, 9, 4]):
+        batch, rejected = step(counts, False), numbers([0, 0, 0], torch.int32)
+        with forbid_device_sync():
+            hidden = model.forward(batch, kv)
+            model.logits(hidden)
+            model.end_step(batch, rejected, kv)
+        assert hidden.shape == (sum(counts), 128)
 
 
 def test_images_of_a_step_make_it_wait_for_nothing(guard: None) -> None:

@@ -179,6 +179,7 @@ def test_settings_that_do_not_fit(device: str) -> None:
         (ModelOptions(truncation="compact"), "yoco_prefill_truncation='compact' .* leave it 'off'"),
         (ModelOptions(cache_form="packed"), "kv_cache_dtype='packed' is not implemented"),
         (ModelOptions(table_cache_bytes=5), "engram_cache_gib is a setting of models with Engram tables"),
+        (ModelOptions(table_place="host"), "engram_tables is a setting of models with Engram tables"),
         (ModelOptions(max_draft=5, max_backtracking=5), "max_backtracking_tokens 5 .* at least 6"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -20,7 +20,7 @@ from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import RopeTable
 from ...kernels.stream_mix import collapse, head_coefficients
 from ..base import ForwardBatch, ModelOptions, PagedGroup, StateGroup
-from ..deepseek_v41.caches import CachePlan
+from ..deepseek_v41.caches import CachePlan, backtracking_of
 from ..deepseek_v41.ops import begin_streams
 from ..deepseek_v41.packed import PackedMix
 from ..deepseek_v41.step import RopeTables, make_step, save_states
@@ -117,18 +117,16 @@ class DeepseekV4Model:
             )
         if options.cache_form == "packed":
             raise ConfigError("kv_cache_dtype='packed' is not implemented for DeepSeek-V4; use 'auto', 'bfloat16' or 'float32'")
-        if options.table_cache_bytes is not None:
-            raise ConfigError("engram_cache_gib is a setting of models with Engram tables, and DeepSeek-V4 has none; leave it out")
-        back = options.max_draft + 1 if options.max_backtracking is None else options.max_backtracking
-        if back < options.max_draft + 1:
-            raise ConfigError(
-                f"max_backtracking_tokens {back} does not cover the {options.max_draft} drafts and the token before them; "
-                f"set it to at least {options.max_draft + 1}"
-            )
+        for setting, asked in (
+            ("engram_cache_gib", options.table_cache_bytes is not None),
+            ("engram_tables", options.table_place != "auto"),
+        ):
+            if asked:
+                raise ConfigError(f"{setting} is a setting of models with Engram tables, and DeepSeek-V4 has none; leave it out")
         form = options.cache_form
         if form == "auto":
             form = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-        self._options = replace(options, cache_form=form, keep_tokens=None, max_backtracking=back)
+        self._options = replace(options, cache_form=form, keep_tokens=None, max_backtracking=backtracking_of(options, 1))
         return self._options
 
     def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:

@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ...kernels.block_formats import FP4_ROWS, FP8_ROWS, MXFP4_ROWS, RowFormat
 from ...kernels.cache_rows import RowKind
 from ...kernels.state_replica import ReplicaRing
-from ..base import PagedGroup, Source, StateGroup, WindowHits
+from ..base import ModelOptions, PagedGroup, Source, StateGroup, WindowHits
 from .topology import DeepseekV41Topology
 
 PAGE_TOKENS = 128
@@ -161,6 +161,21 @@ class CachePlan:
             if layer not in self.unindexed:
                 sources.append(Source((f"layers.{layer}.index",), entries, self.index_key.shape, self.index_key.dtype))
         return [PagedGroup(self.page_tokens, tuple(sources))], [self.state_group()]
+
+
+def backtracking_of(options: ModelOptions, usual: int) -> int:
+    """Most rows a step may write past the last one that counts: what was asked for, else ``usual`` or what drafts need.
+
+    Raises ``ConfigError`` for fewer than drafts need.
+    """
+    least = options.max_draft + 1
+    back = max(usual, least) if options.max_backtracking is None else options.max_backtracking
+    if back < least:
+        raise ConfigError(
+            f"max_backtracking_tokens {back} does not cover the {options.max_draft} drafts and the token before them; "
+            f"set it to at least {least}"
+        )
+    return back
 
 
 def _row_kind(width: int, form: RowFormat, quantised: bool, storage: Storage, what: str) -> RowKind:

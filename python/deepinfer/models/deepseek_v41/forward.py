@@ -21,7 +21,7 @@ from ...kernels.stream_mix import collapse
 from ..base import Drafts, DrawDrafts, ForwardBatch, ModelOptions, NewTokens, PagedGroup, StateGroup
 from ..loaders.resolved import ResolvedModel
 from ..loaders.source import Progress
-from .caches import PAGE_TOKENS, CachePlan, Storage, packs, plan_caches
+from .caches import PAGE_TOKENS, CachePlan, Storage, backtracking_of, packs, plan_caches
 from .containers import DeepseekV41Parameters
 from .draft_stages import DraftStages
 from .engram_rows import EngramReader
@@ -134,14 +134,7 @@ class DeepseekV41Model:
     def configure(self, options: ModelOptions) -> ModelOptions:
         """See ``models.base.ConfigurableModel``. Rows are packed unless they cannot be; a truncated prefill keeps what windows need."""
         t = self.topology
-        back = options.max_backtracking
-        if back is None:
-            back = max(t.max_backtracking, options.max_draft + 1)
-        if back < options.max_draft + 1:
-            raise ConfigError(
-                f"max_backtracking_tokens {back} does not cover the {options.max_draft} drafts and the token before them; "
-                f"set it to at least {options.max_draft + 1}"
-            )
+        back = backtracking_of(options, t.max_backtracking)
         keep = options.keep_tokens
         if options.truncation != "off":
             least = t.attention.window + back
