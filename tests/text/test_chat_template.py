@@ -117,8 +117,8 @@ def test_unigram_pieces_that_spell_a_control_token_are_broken_up() -> None:
 
 def test_parts_of_text_are_joined_and_others_refused() -> None:
     assert "a\nb" in CHATML.render(user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])).text
-    with pytest.raises(InvalidRequestError, match="part of type 'image_url'"):
-        CHATML.render(user([{"type": "image_url", "image_url": {"url": "x"}}]))
+    with pytest.raises(InvalidRequestError, match="part of type 'input_audio'"):
+        CHATML.render(user([{"type": "input_audio", "input_audio": {"data": "x"}}]))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_parts_of_text_are_joined_and_others_refused() -> None:
         ([{"content": "x"}], "needs a 'role'"),
         ([{"role": "user"}], "needs 'content'"),
         ([{"role": "assistant", "content": None}], "neither 'content' nor 'tool_calls'"),
-        ([{"role": "user", "content": 7}], "text or a list of text parts"),
+        ([{"role": "user", "content": 7}], "text or a list of parts"),
     ],
 )
 def test_messages_of_another_form_are_refused(messages: list[dict[str, object]], says: str) -> None:

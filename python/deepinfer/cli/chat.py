@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from deepinfer import errors
 from deepinfer.cli import console, options
@@ -24,6 +26,7 @@ EXAMPLES = (
 COMMANDS = """\
 /reset          forget the conversation (the system message stays)
 /system TEXT    set the system message and start over; without TEXT, drop it
+/image PATH     show the model an image with the next message; without PATH, drop those that wait
 /help           this list
 /exit           end (Ctrl-D does the same); Ctrl-C stops an answer"""
 
@@ -66,7 +69,8 @@ class Conversation:
         self._llm = llm
         self._params = params
         self._system = system
-        self.messages: list[dict[str, str]] = []
+        self._images: list[str] = []  # paths, for the next message
+        self.messages: list[dict[str, Any]] = []
 
     def loop(self) -> None:
         """Runs until the end of the input or ``/exit``."""
@@ -106,20 +110,47 @@ class Conversation:
                 return False
             case "/reset":
                 self.messages.clear()
+                self._images.clear()
                 console.note("conversation forgotten")
             case "/system":
                 self._system = rest.strip() or None
                 self.messages.clear()
                 console.note("system message set" if self._system else "system message dropped")
+            case "/image":
+                self._image(rest.strip())
             case "/help":
                 console.note(COMMANDS)
             case _:
                 console.note(f"no such command: {name}; /help lists them")
         return True
 
+    def _image(self, path: str) -> None:
+        """Notes an image for the next message, its bytes are read when that is sent."""
+        if not path:
+            self._images.clear()
+            console.note("no image waits")
+        elif not os.path.isfile(path):
+            console.note(f"no such file: {path}")
+        else:
+            self._images.append(path)
+            console.note(f"image {len(self._images)} of the next message: {path}")
+
+    def _content(self, text: str) -> str | list[dict[str, Any]]:
+        """A message's content: text, behind the images that wait. Their bytes are kept, so that later turns show the same."""
+        if not self._images:
+            return text
+        images = [{"type": "image", "image": Path(path).read_bytes()} for path in self._images]
+        self._images = []
+        return [*images, {"type": "text", "text": text}]
+
     def _say(self, text: str) -> None:
         """Sends one message and streams the answer. An answer that was stopped stays in the conversation as far as it came."""
-        self.messages.append({"role": "user", "content": text})
+        try:
+            self.messages.append({"role": "user", "content": self._content(text)})
+        except OSError as error:
+            self._images = []
+            console.note(f"an image cannot be read: {error}")
+            return
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         said: list[str] = []
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from deepinfer.engine.content_parts import read_parts
 from deepinfer.engine.tokenizer import ChatTemplates, Tokenizer
 from deepinfer.errors import ConfigError, InvalidRequestError
 
@@ -44,10 +45,11 @@ class _Generation(jinja2.ext.Extension):
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered conversation; ``foreign`` as :meth:`Tokenizer.encode_rendered` takes it."""
+    """A rendered conversation; ``foreign`` as :meth:`Tokenizer.encode_rendered` takes it; ``images``: of its messages, in order."""
 
     text: str
     foreign: dict[int, bool] = field(default_factory=dict)
+    images: list[Any] = field(default_factory=list)
 
 
 class ChatTemplate:
@@ -94,7 +96,8 @@ class ChatTemplate:
         """Text of a conversation, with the places that its messages wrote.
 
         Args:
-            messages: ``{"role": ..., "content": ...}`` each; content is text or a list of text parts.
+            messages: ``{"role": ..., "content": ...}`` each; content is text or a list of parts (see `content_parts`). A
+                message with images is given to the template in parts, images as ``{"type": "image"}``.
             add_generation_prompt: end with the beginning of an assistant's turn.
             continue_final_message: leave the last message open, so that the model goes on with it.
             tools: function schemas, for templates that know them.
@@ -104,7 +107,7 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: the messages are not of this form, or the template refuses them; the message says why.
         """
-        checked = _check_messages(messages)
+        checked, images = _check_messages(messages)
         if continue_final_message:
             if add_generation_prompt:
                 raise InvalidRequestError("continue_final_message=True needs add_generation_prompt=False: one continues, the other begins")
@@ -123,7 +126,7 @@ class ChatTemplate:
             text = self._run(template, {**given, "add_generation_prompt": add_generation_prompt})
             return _cut_after(text, given["messages"][-1]["content"]) if continue_final_message else text
 
-        return self._with_provenance(run, values)
+        return replace(self._with_provenance(run, values), images=images)
 
     def _with_provenance(self, run: Callable[[dict[str, Any]], str], values: dict[str, Any]) -> Rendered:
         strings = list(_strings_in(values))
@@ -193,11 +196,12 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies of the messages, text parts joined by newlines."""
+def _check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Copies of the messages as a template is shown them, and their images."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequestError("messages must be a non-empty list of {'role': ..., 'content': ...}")
-    checked = []
+    checked: list[dict[str, Any]] = []
+    images: list[Any] = []
     for place, message in enumerate(messages):
         where = f"message {place}"
         if not isinstance(message, Mapping):
@@ -210,20 +214,12 @@ def _check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if content is None and not any(message.get(k) for k in ("tool_calls", "reasoning_content")):
             raise InvalidRequestError(f"{where} (assistant) has neither 'content' nor 'tool_calls'")
         if isinstance(content, Sequence) and not isinstance(content, str):
-            content = "\n".join(_part_text(part, where) for part in content)
+            content, found = read_parts(content, where)
+            images += found
         elif content is not None and not isinstance(content, str):
-            raise InvalidRequestError(f"the 'content' of {where} must be text or a list of text parts, got {type(content).__name__}")
+            raise InvalidRequestError(f"the 'content' of {where} must be text or a list of parts, got {type(content).__name__}")
         checked.append({**message, "content": content})
-    return checked
-
-
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise InvalidRequestError(f"{where} has a part of type {kind!r}; only text parts can be read by this model")
+    return checked, images
 
 
 def _cut_after(text: str, content: str) -> str:

@@ -62,9 +62,19 @@ def prepare_images(images: Any, rules: ImageRules | None) -> list[ImageInput]:
         return []
     if rules is None:
         raise ImageError("this model takes no images; leave 'images' out")
-    if len(images) > rules.most:
-        raise ImageError(f"the prompt has {len(images)} images, max_images_per_prompt is {rules.most}; give fewer or raise it")
+    check_count(len(images), rules)
     return [rules.processor.prepare(_read(source, place, rules.most_pixels)) for place, source in enumerate(images)]
+
+
+def check_count(count: int, rules: ImageRules) -> None:
+    """Raises ImageError for more images than a prompt may have."""
+    if count > rules.most:
+        raise ImageError(f"the prompt has {count} images, max_images_per_prompt is {rules.most}; give fewer or raise it")
+
+
+def file_bytes(rules: ImageRules) -> int:
+    """Most bytes of an image file that come in a message: what its pixels take uncompressed with transparency, and a head."""
+    return 4 * rules.most_pixels + (1 << 16)
 
 
 def _read(source: Any, place: int, most: int) -> Pixels:

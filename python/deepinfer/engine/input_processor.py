@@ -14,7 +14,8 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from deepinfer.engine.chat_template import NO_TEMPLATE, ChatTemplate, Message
-from deepinfer.engine.image_input import ImageRules, cut_spans, place_images, prepare_images
+from deepinfer.engine.content_parts import DataUrl, has_images
+from deepinfer.engine.image_input import ImageRules, check_count, cut_spans, file_bytes, place_images, prepare_images
 from deepinfer.engine.request import EngineRequest
 from deepinfer.engine.tokenizer import Tokenizer, check_token_ids
 from deepinfer.errors import ConfigError, EmptyPromptError, ImageError, InvalidRequestError, PromptTooLongError, SamplingParamsError
@@ -45,6 +46,9 @@ class ModelLimits:
     max_model_len: int
     vocab_size: int
     images: ImageRules | None = None
+
+
+_OTHER_TEMPLATE = "pass chat_template=<one that writes the image token once for each part of type 'image'>, or use generate() with 'images'"
 
 
 class InputProcessor:
@@ -103,22 +107,53 @@ class InputProcessor:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> PromptDict:
-        """A conversation as a prompt; what its messages say never becomes a control token.
+        """A conversation as a prompt; what its messages say never becomes a control token, nor a place for an image.
 
         Raises:
             InvalidRequestError: there is no chat template, or it refuses the messages.
+            ImageError: a message has an image that the model or its template does not take, or that cannot be one.
         """
         if self.chat_template is None:
             raise InvalidRequestError(NO_TEMPLATE)
-        made = self.chat_template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            documents=documents,
-            template_kwargs=template_kwargs,
-        )
-        return {"prompt": made.text, "prompt_token_ids": self.tokenizer.encode_rendered(made.text, made.foreign)}
+        with_images = has_images(messages)
+        if with_images and self.limits.images is None:
+            raise ImageError("this model takes no images; leave image parts out of the messages")
+        try:
+            made = self.chat_template.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                template_kwargs=template_kwargs,
+            )
+        except ImageError:
+            raise
+        except InvalidRequestError as e:
+            if with_images and e.__cause__ is not None:  # the template stumbled over content in parts
+                raise ImageError(f"{e}: it may be for text alone; {_OTHER_TEMPLATE}") from e
+            raise
+        ids = self.tokenizer.encode_rendered(made.text, made.foreign)
+        if not made.images:
+            return {"prompt": made.text, "prompt_token_ids": ids}
+        return {"prompt": made.text, "prompt_token_ids": ids, "images": self._chat_images(made.images, ids)}
+
+    def _chat_images(self, sources: Sequence[Any], ids: Sequence[int]) -> list[Any]:
+        """Images of a rendered conversation, once it is sure that the template wrote a placeholder for each."""
+        rules = self.limits.images
+        assert rules is not None
+        check_count(len(sources), rules)
+        tokenizer, token = self.tokenizer, rules.processor.token
+        text = next((t for t, i in tokenizer.control_tokens.items() if i == token), None)
+        if text is None or text not in tokenizer.special_token_texts:  # else an assistant's own words might spell it
+            raise ImageError(
+                f"the tokenizer does not know the image token {token} as a special token; use generate() with token ids and 'images'"
+            )
+        if ids.count(token) != len(sources):
+            raise ImageError(
+                f"the chat template writes {ids.count(token)} placeholders {text} for {len(sources)} images; {_OTHER_TEMPLATE}"
+            )
+        return [s.decoded(file_bytes(rules)) if isinstance(s, DataUrl) else s for s in sources]
 
     def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str, *, stream: bool) -> tuple[EngineRequest, str | None]:
         """Checks and tokenises one prompt; gives the request and the prompt's text if it came as text.

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, Self, cast
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.chat_template import Message
 from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.content_parts import has_images
 from deepinfer.engine.image_input import image_rules
 from deepinfer.engine.input_processor import InputProcessor, ModelLimits, Prompt, PromptDict
 from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check_mode, merge_deltas
@@ -250,10 +251,30 @@ class AsyncFront(ABC):
     ) -> AsyncIterator[RequestOutput]:
         """Answers a conversation as :meth:`generate` does; without ``sampling_params`` as long as the model's length allows."""
         params = self.default_sampling_params(max_tokens=None) if sampling_params is None else sampling_params
+        if self._inputs is None and has_images(messages):
+            return self._chat_once_ready(messages, params, request_id, mode, template_values)
         return self.generate(self.chat_prompt(messages, **template_values), params, request_id=request_id, mode=mode)
 
+    async def _chat_once_ready(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        request_id: str | None,
+        mode: OutputMode,
+        template_values: dict[str, Any],
+    ) -> AsyncIterator[RequestOutput]:
+        """What images a model takes is known when its engine is up."""
+        await self.ready()
+        stream = self.generate(self.chat_prompt(messages, **template_values), params, request_id=request_id, mode=mode)
+        async with contextlib.aclosing(cast("AsyncGenerator[RequestOutput]", stream)) as outputs:
+            async for output in outputs:
+                yield output
+
     def chat_prompt(self, messages: Sequence[Message], **template_values: Any) -> PromptDict:
-        """A conversation as a prompt. Raises InvalidRequestError if there is no template or it refuses the messages."""
+        """A conversation as a prompt; one with images only after :meth:`ready`. Raises InvalidRequestError if there is no template or it
+        refuses the messages."""
+        if self._inputs is None and has_images(messages):
+            raise InvalidRequestError("what images the model takes is not known yet; await ready() before chat_prompt()")
         limits = ModelLimits(0, 0)  # a conversation is rendered the same whatever the limits
         return (self._inputs or self._text.input_processor(limits)).chat_prompt(messages, **template_values)
 
