@@ -97,3 +97,34 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[S
     found = collect(engine)
     assert all(answer.finish in ("length", "stop") for answer in found.values()), found
     return [found[f"r{index}", 0] for index in range(len(prompts))]
+
+
+Place = tuple[str, int, int]
+"""Request, answer of it, position of its newest token."""
+
+
+class Noted:
+    """What an engine's stages draft, by place: the drafts, and the bits of their confidences. Of engines that run one step at a time.
+
+    Made before a ``Told`` of the same engine, it sees what the stages made themselves.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+        model = deepseek(engine)
+        self._engine, self._draft = engine, model.draft
+        self.made: dict[Place, tuple[list[int], bytes]] = {}
+        monkeypatch.setattr(model, "draft", self)
+
+    def __call__(self, batch: Any, hidden: Any, new: Any, kv: Any, draw: Any, count: int) -> Drafts:
+        made = self._draft(batch, hidden, new, kv, draw, count)
+        slots, known = batch.state.state_row[new.sequence].tolist(), self._engine._answers
+        for nth, (slot, position) in enumerate(zip(slots, new.position.tolist(), strict=True)):
+            answer = known.by_handle[int(known.handle_of_slot[slot])]
+            bits = made.confidence[nth].cpu().numpy().tobytes()
+            self.made[answer.request.request_id, answer.index, position] = (made.ids[nth].tolist(), bits)
+        return made
+
+    def same_as(self, other: Noted) -> tuple[int, list[Place]]:
+        """Places both drafted behind, and those of them where this one drafted otherwise, in order."""
+        both = self.made.keys() & other.made.keys()
+        return len(both), sorted(place for place in both if self.made[place] != other.made[place])

@@ -148,7 +148,8 @@ class Assembly:
             slot_maps=[(m[0], m[1]) for m in core.slot_maps()],
             keep_tokens=None if self.options.truncation == "off" else self.options.keep_tokens,
             compact=self.options.truncation == "compact",
-            device_drafts=self.device_drafts,
+            # A prompt engine keeps what stages read, for who goes on; drafts behind its first tokens would go nowhere.
+            device_drafts=0 if self.config.engine_type == "prompt" else self.device_drafts,
             draft_temperatures=() if self.speculative is None else self.speculative.temperatures,
         )
         return ModelRunner(
