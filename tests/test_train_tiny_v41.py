@@ -23,6 +23,7 @@ sys.path.insert(0, str(EXAMPLE))
 
 import corpus  # noqa: E402
 import drafts  # noqa: E402
+import engine_drafts  # noqa: E402
 import functions  # noqa: E402
 import train  # noqa: E402
 from configuration import config  # noqa: E402
@@ -162,3 +163,30 @@ def test_the_kept_checkpoint_has_learned_what_it_was_shown() -> None:
         prompt = 'import numpy as np\n\n\ndef mean(values):\n    """Return the'
         (out,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
     assert "\n    Parameters\n    ----------\n    values" in out.outputs[0].text
+
+
+def held_out(prompts: int, characters: int) -> list[str]:
+    """Pieces of what training never saw, of files that are everywhere."""
+    return engine_drafts.cut(corpus.split(list(corpus.texts(("stdlib",), 1000)))["held_out"], prompts, characters, 2)
+
+
+def test_the_engine_accepts_the_drafts_that_the_training_form_would() -> None:
+    found = engine_drafts.measure(EXAMPLE / "checkpoint", held_out(3, 250), 20, num_threads=1)
+    assert found["same_tokens"] and found["blocks"] > 20
+    # sums in another order may decide between two drafts, and one that is taken moves the blocks behind it
+    assert abs(found["tokens_a_step"] - 1 - sum(found["training_form"])) < 0.15
+    assert found["accepted_by_position"][0] > 0.15
+
+
+@pytest.mark.nightly
+def test_the_engine_accepts_about_what_was_published() -> None:
+    """docs/deepseek-v41-trained.md; prompts differ from each other, so that a share of some hundred blocks is good to a few hundredths."""
+    found = engine_drafts.measure(EXAMPLE / "checkpoint", held_out(24, 870), 64)
+    assert found["same_tokens"]
+    for place, (engine, form, published, error) in enumerate(
+        zip(
+            found["accepted_by_position"], found["training_form"], (0.485, 0.206, 0.105, 0.044, 0.021), found["standard_error"], strict=True
+        )
+    ):
+        assert abs(engine - form) < 0.02, place
+        assert abs(engine - published) < 0.03 + 3 * error, place
