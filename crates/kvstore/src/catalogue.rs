@@ -55,16 +55,30 @@ pub struct Catalogue {
     db: Database,
 }
 
-fn wrap<E: Into<redb::Error>>(what: &str) -> impl FnOnce(E) -> Error {
-    let what = format!("{what} in the catalogue");
-    move |error| match error.into() {
-        redb::Error::Io(source) if source.kind() == io::ErrorKind::StorageFull => {
-            Error::Full(format!("{what}: {source}"))
-        }
-        redb::Error::Io(source) => Error::Io { what, source },
-        redb::Error::UpgradeRequired(_) => Error::Newer { what, found: 0, known: 0 },
-        other => Error::Io { what, source: io::Error::other(other.to_string()) },
+/// An error of the database, boxed: it is large, and rare.
+struct Fault(Box<redb::Error>);
+
+impl<E: Into<redb::Error>> From<E> for Fault {
+    fn from(error: E) -> Self {
+        Self(Box::new(error.into()))
     }
+}
+
+impl Fault {
+    fn during(self, what: &str) -> Error {
+        let what = format!("{what} in the catalogue");
+        match *self.0 {
+            redb::Error::Io(source) if source.kind() == io::ErrorKind::StorageFull => {
+                Error::Full(format!("{what}: {source}"))
+            }
+            redb::Error::Io(source) => Error::Io { what, source },
+            other => Error::Io { what, source: io::Error::other(other.to_string()) },
+        }
+    }
+}
+
+fn wrap<E: Into<Fault>>(what: &str) -> impl FnOnce(E) -> Error {
+    move |error| error.into().during(what)
 }
 
 fn name_is_fit(name: &str) -> Result<(), Error> {
@@ -79,7 +93,7 @@ impl Catalogue {
     /// Opens the catalogue of a root, made where it is missing.
     ///
     /// # Errors
-    /// [`Error::Io`], [`Error::Newer`].
+    /// [`Error::Io`].
     pub fn open(root: &Root) -> Result<Self, Error> {
         let file = open_file(root.dir(), "catalogue.redb", OFlags::RDWR | OFlags::CREATE)
             .map_err(Error::io(format!("open {}/catalogue.redb", root.path().display())))?;
@@ -104,7 +118,7 @@ impl Catalogue {
         &self,
         what: &str,
         durability: Durability,
-        change: impl FnOnce(&redb::WriteTransaction) -> Result<T, redb::Error>,
+        change: impl FnOnce(&redb::WriteTransaction) -> Result<T, Fault>,
     ) -> Result<T, Error> {
         let mut transaction = self.db.begin_write().map_err(wrap(what))?;
         transaction.set_durability(durability);
@@ -113,11 +127,7 @@ impl Catalogue {
         Ok(done)
     }
 
-    fn look<T>(
-        &self,
-        what: &str,
-        look: impl FnOnce(&redb::ReadTransaction) -> Result<T, redb::Error>,
-    ) -> Result<T, Error> {
+    fn look<T>(&self, what: &str, look: impl FnOnce(&redb::ReadTransaction) -> Result<T, Fault>) -> Result<T, Error> {
         let transaction = self.db.begin_read().map_err(wrap(what))?;
         look(&transaction).map_err(wrap(what))
     }

@@ -10,6 +10,7 @@
 
 pub mod catalogue;
 pub mod checksum;
+pub mod clock;
 pub mod directory;
 pub mod erasure;
 pub mod error;
@@ -20,6 +21,7 @@ pub mod object;
 pub mod policy;
 pub mod record;
 pub mod root;
+pub mod store;
 
 pub use error::Error;
 pub use key::{Key, Kind, ObjectId};

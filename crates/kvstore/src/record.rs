@@ -2,7 +2,7 @@
 //!
 //! Little endian; offsets: 0 magic · 4 version u16 · 6 kind · 7 class · 8 tenant u16 · 10 flags u16 (1: has a parent) · 12 length u32 ·
 //! 16 key · 32 parent · 48 written u32 · 52 records of the same batch that follow u32 · 56 XXH3-64 of the bytes · 64 segment u32 ·
-//! 68 offset u32 · 72 media id u64 · 80 zeros · 120 XXH3-64 of the 120 bytes before.
+//! 68 offset u32 · 72 media id u64 · 80 bytes of the segment that were synced before u64 · 88 number in its batch u32 · 92 zeros · 120 XXH3-64 of the 120 bytes before.
 //!
 //! A header names its own place and media, so that one which was copied, moved or left over from an earlier file is not taken for a
 //! record. Bytes follow at once, then zeros up to the next multiple of 64.
@@ -28,6 +28,10 @@ pub struct Header {
     pub place: Place,
     /// Records of the same batch behind this one: a batch counts only when all of it is there.
     pub left: u32,
+    /// Records of the same batch before this one.
+    pub before: u32,
+    /// Bytes of its segment that were on the disk when this was written: damage below is decay, not a torn write.
+    pub synced: u64,
     /// Of the media it was written to.
     pub media: u64,
 }
@@ -70,6 +74,8 @@ impl Header {
         put(&mut to, 64, self.place.segment.to_le_bytes());
         put(&mut to, 68, self.place.offset.to_le_bytes());
         put(&mut to, 72, self.media.to_le_bytes());
+        put(&mut to, 80, self.synced.to_le_bytes());
+        put(&mut to, 88, self.before.to_le_bytes());
         let sum = checksum(&to[..120]);
         put(&mut to, 120, sum.to_le_bytes());
         to
@@ -100,6 +106,8 @@ impl Header {
             },
             place: Place { segment: u32::from_le_bytes(take(from, 64)), offset: u32::from_le_bytes(take(from, 68)) },
             left: u32::from_le_bytes(take(from, 52)),
+            before: u32::from_le_bytes(take(from, 88)),
+            synced: u64::from_le_bytes(take(from, 80)),
             media: u64::from_le_bytes(take(from, 72)),
         }))
     }
@@ -136,6 +144,8 @@ mod tests {
             },
             place: Place { segment: 10, offset: 77 },
             left: 3,
+            before: 2,
+            synced: 1 << 33,
             media: 0xabcd,
         }
     }

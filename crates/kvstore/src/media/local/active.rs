@@ -133,13 +133,15 @@ impl Active {
     pub(crate) fn write(&mut self, io: &dyn Io, media: u64, batch: &[Record<'_>]) -> Result<Vec<Place>, Broken> {
         let number = self.number();
         let mut end = self.tail;
+        let synced = self.synced.durable();
         let headers: Vec<[u8; Header::BYTES]> = batch
             .iter()
             .enumerate()
             .map(|(at, record)| {
                 let place = Place { segment: number, offset: (end / ALIGN) as u32 };
                 end += span(record.meta.len);
-                Header { meta: record.meta, place, left: (batch.len() - 1 - at) as u32, media }.encode()
+                let left = (batch.len() - 1 - at) as u32;
+                Header { meta: record.meta, place, left, before: at as u32, synced, media }.encode()
             })
             .collect();
         let mut slices = Vec::with_capacity(batch.len() * 3);

@@ -119,7 +119,7 @@ impl Local {
             if found.records.is_empty() {
                 // Its own header may be what was torn.
                 state.active = Some(Active::begin(&*self.io, file, number, self.media)?);
-            } else if Some(number) == newest && found.end < self.config.segment_bytes {
+            } else if Some(number) == newest && !found.decayed && found.end < self.config.segment_bytes {
                 // What was read may be in memory only: the process, not the machine, was killed before the sync.
                 self.io.sync(&file).map_err(wrap("sync"))?;
                 state.active = Some(Active::new(file, number, found.end, found.records));

@@ -16,6 +16,8 @@ use crate::record::{Header, span};
 pub(crate) struct Found {
     pub records: Vec<(Place, Meta)>,
     pub end: u64,
+    /// Some of them are damaged: only a later record says that they count, so it must not be cut off, nor the list be made anew.
+    pub decayed: bool,
 }
 
 /// Reads the footer. `None`: there is none, or it is damaged.
@@ -32,7 +34,7 @@ pub(crate) fn by_footer(io: &dyn Io, file: &File, number: u32, media: u64) -> Re
     // No longer than the file: the tail's numbers were held against its size.
     let mut entries = vec![0; tail.entries_bytes()];
     read_exact(io, file, &mut entries, tail.start).map_err(wrap)?;
-    Ok(tail.records(&entries).map(|records| Found { records, end: tail.start }))
+    Ok(tail.records(&entries).map(|records| Found { records, end: tail.start, decayed: false }))
 }
 
 fn same(number: u32, media: u64, found: u32, owner: u64) -> Result<(), Error> {
@@ -45,12 +47,19 @@ fn same(number: u32, media: u64, found: u32, owner: u64) -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads records one by one, bytes and all, up to the first header that is not whole. A batch of which a record lacks its checksum is left out;
-/// those behind it count.
+/// A record as it was met.
+struct Met {
+    place: Place,
+    meta: Meta,
+    whole: bool,
+}
+
+/// Reads records one by one, bytes and all, up to the first header that is not whole. A batch counts if all of it is there with its checksums.
+/// Damage in what a later header says was synced is decay: such records are listed, so that theirs is a counted miss and not their neighbours' end.
 pub(crate) fn by_records(io: &dyn Io, file: &File, number: u32, media: u64) -> Result<Found, Error> {
     let wrap = |error| Error::io(format!("read segment {number:08x}"))(error);
     let size = file.metadata().map_err(wrap)?.len();
-    let mut found = Found { records: Vec::new(), end: SegmentHeader::BYTES as u64 };
+    let mut found = Found { records: Vec::new(), end: SegmentHeader::BYTES as u64, decayed: false };
     let mut first = [0; SegmentHeader::BYTES];
     match read_exact(io, file, &mut first, 0) {
         Ok(()) => {}
@@ -61,8 +70,8 @@ pub(crate) fn by_records(io: &dyn Io, file: &File, number: u32, media: u64) -> R
     if let Some(header) = SegmentHeader::decode(&first)? {
         same(number, media, header.number, header.media)?;
     }
-    let mut batch: Vec<(Place, Meta)> = Vec::new();
-    let (mut at, mut whole, mut left) = (found.end, true, 0);
+    let mut batches: Vec<Vec<Met>> = Vec::new();
+    let (mut at, mut synced, mut left) = (found.end, 0, 0);
     let mut buffer = vec![0; CHUNK];
     while at + Header::BYTES as u64 <= size {
         let mut bytes = [0; Header::BYTES];
@@ -73,22 +82,39 @@ pub(crate) fn by_records(io: &dyn Io, file: &File, number: u32, media: u64) -> R
         if header.place != place || header.media != media || data + u64::from(header.meta.len) > size {
             break;
         }
-        if batch.is_empty() {
-            whole = true;
-        } else if header.left + 1 != left {
-            break;
+        synced = header.synced.max(synced);
+        match batches.last_mut() {
+            Some(batch) if left > 0 => {
+                if header.left + 1 != left || header.before as usize != batch.len() {
+                    break;
+                }
+            }
+            _ => batches.push(Vec::new()),
         }
         left = header.left;
-        whole &= sum(io, file, data, header.meta.len, &mut buffer).map_err(wrap)? == header.meta.checksum;
-        batch.push((place, header.meta));
-        at += span(header.meta.len);
-        if left == 0 {
-            if whole {
-                found.records.append(&mut batch);
-                found.end = at;
-            }
-            batch.clear();
+        let whole = sum(io, file, data, header.meta.len, &mut buffer).map_err(wrap)? == header.meta.checksum;
+        if let Some(batch) = batches.last_mut() {
+            batch.push(Met { place, meta: header.meta, whole });
         }
+        at += span(header.meta.len);
+    }
+    let torn = if left > 0 { batches.pop() } else { None };
+    let mut keep = |batch: Vec<Met>, complete: bool| {
+        let good = complete && batch.iter().all(|met| met.whole);
+        for met in batch {
+            let end = u64::from(met.place.offset) * ALIGN + span(met.meta.len);
+            if good || end <= synced {
+                found.decayed |= !met.whole;
+                found.records.push((met.place, met.meta));
+                found.end = end;
+            }
+        }
+    };
+    for batch in batches {
+        keep(batch, true);
+    }
+    if let Some(batch) = torn {
+        keep(batch, false);
     }
     Ok(found)
 }

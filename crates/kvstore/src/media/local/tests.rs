@@ -366,6 +366,24 @@ fn a_damaged_footer_costs_nothing_but_time() {
 }
 
 #[test]
+fn decay_in_the_open_segment_ends_nothing_else() {
+    let kit = Kit::new();
+    let (root, local) = kit.open();
+    let mut expected = append(&local, &[(1, 3000), (2, 40)]).unwrap();
+    expected.extend(append(&local, &[(3, 100)]).unwrap());
+    drop((root, local));
+    damage(&kit.segment(1), 64 + 128 + 700, &[0x55, 0x66]);
+    for _ in 0..2 {
+        let (_root, local) = kit.open();
+        assert_eq!(all(&local), expected);
+        assert!(matches!(read(&local, expected[0].0, expected[0].1), Err(Error::Damaged(..))));
+        for &(place, meta) in &expected[1..] {
+            read(&local, place, meta).unwrap();
+        }
+    }
+}
+
+#[test]
 fn segments_of_another_store_or_version_are_refused() {
     let (kit, other) = (Kit::new(), Kit::new());
     for kit in [&kit, &other] {

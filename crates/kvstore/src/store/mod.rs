@@ -1,0 +1,303 @@
+//! The store of one machine: puts, reads, eviction and collection over one media.
+//!
+//! Owns: the three phases of a put, what is visible and when, room and quotas, quarantine, collection of segments, the store's time.
+//! Never touches: sockets, what bytes mean. Joins [`Retention`] (index, policy), [`Catalogue`] and a [`Media`].
+//!
+//! Locks, in this order, each held briefly and none over a disk: collection's own · tickets · `kept` (index, policy, live bytes) · chains
+//! found, pending puts.
+
+mod collect;
+mod get;
+mod live;
+mod pending;
+mod put;
+mod rebuild;
+mod scrub;
+mod stats;
+mod upkeep;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
+
+pub use get::{Found, Got, Want};
+pub use pending::{PutId, Started};
+pub use put::{Put, Rule};
+pub use scrub::Scrubbed;
+pub use stats::{Counts, Stats};
+pub use upkeep::{Tended, Upkeep};
+
+use crate::catalogue::{Catalogue, Tenant};
+use crate::clock::{Clock, StoreTime, SystemClock};
+use crate::error::Error;
+use crate::index::Removed;
+use crate::media::Media;
+use crate::object::{Class, TenantId};
+use crate::policy::{Lifetimes, PolicyKind, Retention};
+use crate::record::span;
+use crate::root::Root;
+use collect::Collection;
+use get::Touches;
+use live::{Live, Tickets};
+use pending::Pending;
+use stats::{Counters, add};
+
+/// Sizes and bounds of a store.
+#[derive(Clone, Debug)]
+pub struct StoreConfig {
+    /// Bytes of records that are kept; the policy evicts above it.
+    pub capacity: u64,
+    /// Bytes of records no longer needed that may stay in sealed segments before these are collected. The media holds at most about
+    /// `capacity + slack` and the open segment.
+    pub slack: u64,
+    /// Order of eviction.
+    pub policy: PolicyKind,
+    /// Times to live where the catalogue has none.
+    pub lifetimes: Lifetimes,
+    /// After this time a put that was neither committed nor revoked is dropped.
+    pub orphan_after: Duration,
+    /// Bytes of memory for puts that are being written.
+    pub pending_bytes: u64,
+    /// Longest object.
+    pub max_object: u32,
+    /// Bytes that are appended at once: batches above are cut. No more than what a segment of the media takes.
+    pub batch_bytes: u64,
+    /// Bytes that collection copies at once: what bounds its pauses.
+    pub piece_bytes: u64,
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        Self {
+            capacity: 64 << 30,
+            slack: 8 << 30,
+            policy: PolicyKind::default(),
+            lifetimes: Lifetimes::default(),
+            orphan_after: Duration::from_secs(600),
+            pending_bytes: 1 << 30,
+            max_object: 16 << 20,
+            batch_bytes: 32 << 20,
+            piece_bytes: 4 << 20,
+        }
+    }
+}
+
+impl StoreConfig {
+    fn check(&self) -> Result<(), Error> {
+        let most = span(self.max_object);
+        for (name, value) in [("capacity", self.capacity), ("batch_bytes", self.batch_bytes)] {
+            if value < most {
+                return Err(Error::Invalid(format!(
+                    "{name} is {value}: give {most} at least, one object of max_object"
+                )));
+            }
+        }
+        if self.piece_bytes == 0 {
+            return Err(Error::Invalid("piece_bytes is 0: give the bytes to copy at once".to_owned()));
+        }
+        Ok(())
+    }
+}
+
+/// What one lock guards.
+struct Kept {
+    retention: Retention,
+    live: Live,
+}
+
+/// A store. All calls are safe from any thread.
+pub struct Store {
+    media: Arc<dyn Media>,
+    catalogue: Catalogue,
+    config: StoreConfig,
+    lifetimes: Lifetimes,
+    clock: Arc<dyn Clock>,
+    time: StoreTime,
+    kept: RwLock<Kept>,
+    tickets: Mutex<Tickets>,
+    pending: Mutex<Pending>,
+    collection: Mutex<Collection>,
+    touches: Mutex<Touches>,
+    counters: Counters,
+    draining: AtomicBool,
+    /// Bytes appended since collection last looked.
+    appended: AtomicU64,
+    scrubbed: Mutex<usize>,
+    _root: Root,
+}
+
+impl Store {
+    /// Opens a store over a media of this root: reads what survived and evicts what is too much or too old.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a configuration out of bounds, [`Error::Newer`], [`Error::Io`], [`Error::Unavailable`].
+    pub fn open(root: Root, media: Arc<dyn Media>, config: StoreConfig) -> Result<Self, Error> {
+        Self::open_at(root, media, config, Arc::new(SystemClock))
+    }
+
+    /// The same with another clock.
+    ///
+    /// # Errors
+    /// As [`Store::open`].
+    pub fn open_at(
+        root: Root,
+        media: Arc<dyn Media>,
+        config: StoreConfig,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, Error> {
+        config.check()?;
+        let catalogue = Catalogue::open(&root)?;
+        let lifetimes = lifetimes(&catalogue, config.lifetimes)?;
+        let mut retention = Retention::new(config.policy.build(lifetimes), lifetimes);
+        for tenant in catalogue.tenants()?.into_values() {
+            retention.set_quota(tenant.id, tenant.quota);
+        }
+        let mut kept = Kept { retention, live: Live::default() };
+        let rebuilt = rebuild::rebuild(&*media, &catalogue, &mut kept)?;
+        let time = StoreTime::begin(&*clock, rebuilt.newest.max(catalogue.time()?.unwrap_or(0)));
+        let pending = Pending::new(config.pending_bytes);
+        let store = Self {
+            media,
+            catalogue,
+            lifetimes,
+            clock,
+            time,
+            kept: RwLock::new(kept),
+            tickets: Mutex::default(),
+            pending: Mutex::new(pending),
+            collection: Mutex::default(),
+            touches: Mutex::default(),
+            counters: Counters::default(),
+            draining: AtomicBool::new(false),
+            appended: AtomicU64::new(0),
+            scrubbed: Mutex::new(0),
+            config,
+            _root: root,
+        };
+        add(&store.counters.segments_missing, rebuilt.missing);
+        store.settle();
+        store.keep_time()?;
+        Ok(store)
+    }
+
+    /// Evicts what a smaller capacity, a smaller quota or time since the last open leave too much.
+    fn settle(&self) {
+        let now = self.now();
+        let mut kept = self.kept_mut();
+        let Kept { retention, live } = &mut *kept;
+        let rows = retention.index().slots();
+        let gone = retention.expire(rows, now, &mut |removed| live.drop_removed(removed));
+        add(&self.counters.expired, gone as u64);
+        let tenants: Vec<TenantId> = retention.index().tenants().map(|(tenant, _)| tenant).collect();
+        for tenant in tenants {
+            retention.make_room(tenant, 0, now, &mut |removed| self.evicted(live, removed));
+        }
+        // Nothing more to evict is as good as room.
+        let _ = self.evict_for(retention, live, 0, now);
+    }
+
+    fn evicted(&self, live: &mut Live, removed: &Removed) {
+        live.drop_removed(removed);
+        add(&self.counters.evicted, 1 + u64::from(removed.slice.is_some()));
+        add(&self.counters.evicted_bytes, removed.bytes());
+    }
+
+    fn kept(&self) -> RwLockReadGuard<'_, Kept> {
+        self.kept.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn kept_mut(&self) -> RwLockWriteGuard<'_, Kept> {
+        self.kept.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tickets(&self) -> MutexGuard<'_, Tickets> {
+        self.tickets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The store's time, Unix seconds.
+    pub fn now(&self) -> u32 {
+        self.time.now(&*self.clock)
+    }
+
+    fn keep_time(&self) -> Result<(), Error> {
+        self.catalogue.set_time(self.now())
+    }
+
+    /// The tenant of a name, new if there was none.
+    ///
+    /// # Errors
+    /// As [`Catalogue::tenant`].
+    pub fn tenant(&self, name: &str) -> Result<Tenant, Error> {
+        self.catalogue.tenant(name)
+    }
+
+    /// Sets or lifts the bound of bytes of a tenant. What it has above the bound is evicted at once, its own only.
+    ///
+    /// # Errors
+    /// As [`Catalogue::tenant`].
+    pub fn set_quota(&self, name: &str, quota: Option<u64>) -> Result<Tenant, Error> {
+        let tenant = self.catalogue.set_quota(name, quota)?;
+        let now = self.now();
+        let mut kept = self.kept_mut();
+        let Kept { retention, live } = &mut *kept;
+        retention.set_quota(tenant.id, tenant.quota);
+        retention.make_room(tenant.id, 0, now, &mut |removed| self.evicted(live, removed));
+        Ok(tenant)
+    }
+
+    /// Sets the time to live of a class. It holds from the next open on.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn set_lifetime(&self, class: Class, seconds: u32) -> Result<(), Error> {
+        self.catalogue.set_lifetime(class, seconds)
+    }
+
+    /// Counters and sizes.
+    pub fn stats(&self) -> Stats {
+        let segments = self.media.segments();
+        let pending = self.pending().bytes();
+        let kept = self.kept();
+        let total = kept.retention.index().total();
+        let (index, policy) = kept.retention.memory();
+        Stats {
+            counts: self.counters.read(),
+            blocks: total.blocks,
+            slices: total.slices,
+            bytes: total.bytes,
+            live: kept.live.total(),
+            sealed: segments.iter().map(|&(_, bytes)| bytes).sum(),
+            segments: segments.len() as u64,
+            pending,
+            memory: (index + policy) as u64,
+        }
+    }
+
+    /// Takes no more writes, waits for those on their way, drops what was not committed and seals the open segment. Reads go on.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::Unavailable`]: what was acknowledged is safe all the same.
+    pub fn drain(&self) -> Result<(), Error> {
+        self.draining.store(true, Ordering::SeqCst);
+        while !self.tickets().is_idle() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.pending().clear();
+        self.media.seal()?;
+        self.note_segments()?;
+        self.keep_time()
+    }
+
+    fn refuse_when_draining(&self) -> Result<(), Error> {
+        if self.draining.load(Ordering::SeqCst) {
+            return Err(Error::Unavailable("the store is closing".to_owned()));
+        }
+        Ok(())
+    }
+}
+
+fn lifetimes(catalogue: &Catalogue, defaults: Lifetimes) -> Result<Lifetimes, Error> {
+    let set = catalogue.lifetimes()?;
+    let of = |class: Class| set.get(&(class as u8)).copied().unwrap_or(defaults.of(class));
+    Ok(Lifetimes { chat: of(Class::Chat), agent: of(Class::Agent), other: of(Class::Other) })
+}

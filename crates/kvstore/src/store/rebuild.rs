@@ -1,0 +1,68 @@
+//! The index from what the media still holds. Records may come children first; a child whose parent never comes is dropped.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::Kept;
+use crate::catalogue::{Bad, Catalogue};
+use crate::error::Error;
+use crate::index::Recovery;
+use crate::media::{Media, Place};
+use crate::object::{Meta, TenantId};
+
+pub(super) struct Rebuilt {
+    /// The latest time a record was written at.
+    pub newest: u32,
+    /// Segments of the catalogue that are not there.
+    pub missing: u64,
+}
+
+pub(super) fn rebuild(media: &dyn Media, catalogue: &Catalogue, kept: &mut Kept) -> Result<Rebuilt, Error> {
+    let bad: HashMap<(u32, u32), Bad> =
+        catalogue.bad()?.into_iter().map(|(place, _, why)| ((place.segment, place.offset), why)).collect();
+    let retention = &mut kept.retention;
+    let mut recovery = Recovery::new();
+    let mut damaged: Vec<(Place, Meta)> = Vec::new();
+    let (mut newest, mut tenant) = (0, TenantId(0));
+    media.recover(&mut |place, meta| {
+        newest = newest.max(meta.written);
+        tenant = tenant.max(meta.tenant);
+        match bad.get(&(place.segment, place.offset)) {
+            None => {
+                retention.recover(&mut recovery, meta, place);
+            }
+            Some(Bad::Damaged) => damaged.push((place, meta)),
+            Some(Bad::Removed) => {}
+        }
+    })?;
+    // A damaged block stays as a link of its chain, so that its children are still led to, and as a miss. A whole record of the same name went before.
+    for &(place, meta) in &damaged {
+        retention.recover(&mut recovery, meta, place);
+    }
+    for &(place, meta) in damaged.iter().rev() {
+        if let Some((slot, entry)) = retention.get(meta.id)
+            && entry.place == place
+        {
+            retention.lose(slot);
+        }
+    }
+    for (_, entry) in retention.index().iter() {
+        if !entry.lost {
+            kept.live.add(entry.place, entry.len);
+        }
+    }
+    catalogue.keep_numbers(tenant)?;
+    Ok(Rebuilt { newest, missing: compare(media, catalogue)? })
+}
+
+/// Holds the catalogue's list of segments against what is there, and makes it that.
+fn compare(media: &dyn Media, catalogue: &Catalogue) -> Result<u64, Error> {
+    let there: BTreeMap<u32, u64> = media.segments().into_iter().collect();
+    let mut missing = 0;
+    for number in catalogue.segments()?.into_keys().filter(|number| !there.contains_key(number)) {
+        missing += 1;
+        catalogue.remove_segment(number)?;
+        catalogue.remove_bad(number)?;
+    }
+    catalogue.add_segments(&there.into_iter().collect::<Vec<_>>())?;
+    Ok(missing)
+}

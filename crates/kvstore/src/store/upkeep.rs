@@ -1,0 +1,87 @@
+//! What has to be done now and then, in bounded pieces, by a thread or by whoever runs the store.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::stats::add;
+use super::{Kept, Store};
+use crate::error::Error;
+
+/// Entries looked at for expiry each time.
+const ROWS: usize = 4096;
+
+/// What one round of upkeep did.
+#[derive(Debug, Default)]
+pub struct Tended {
+    /// Puts dropped after their time.
+    pub orphans: u64,
+    /// Objects whose time to live was over.
+    pub expired: u64,
+    /// Collection has more to do now.
+    pub more: bool,
+    /// What collection or the catalogue met; the next round tries again.
+    pub error: Option<Error>,
+}
+
+impl Store {
+    /// One round: orphans, expiry, a piece of collection, the catalogue's list and time.
+    pub fn tend(&self) -> Tended {
+        let orphans = self.drop_orphans();
+        let now = self.now();
+        let expired = {
+            let mut kept = self.kept_mut();
+            self.apply_touches(&mut kept);
+            let Kept { retention, live } = &mut *kept;
+            retention.expire(ROWS, now, &mut |removed| live.drop_removed(removed)) as u64
+        };
+        add(&self.counters.expired, expired);
+        let collected = self.collect(false);
+        let noted = self.note_segments().and_then(|()| self.keep_time());
+        let more = matches!(collected, Ok(true));
+        Tended { orphans, expired, more, error: collected.err().or(noted.err()) }
+    }
+}
+
+/// A thread that tends a store until this is dropped, or the store is.
+pub struct Upkeep {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Upkeep {
+    /// Tends every `pause`; at once while collection has more to do.
+    ///
+    /// # Errors
+    /// [`Error::Io`]: no thread could be started.
+    pub fn start(store: &Arc<Store>, pause: Duration) -> Result<Self, Error> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (store, stopped): (Weak<Store>, _) = (Arc::downgrade(store), Arc::clone(&stop));
+        let thread = std::thread::Builder::new()
+            .name("kvstore-upkeep".to_owned())
+            .spawn(move || {
+                while !stopped.load(Ordering::Relaxed) {
+                    let Some(store) = store.upgrade() else { return };
+                    let more = store.tend().more;
+                    drop(store);
+                    if !more {
+                        std::thread::park_timeout(pause);
+                    }
+                }
+            })
+            .map_err(Error::io("start the upkeep thread"))?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for Upkeep {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            // Its own panic was reported by the hook; nothing is left to undo.
+            let _ = thread.join();
+        }
+    }
+}
