@@ -2,6 +2,7 @@
 //! removed, which segments there should be, how far its time had come. In `redb`, written when one of these changes: never for a block.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
 
 use redb::{Database, Durability, ReadableTable, TableDefinition};
@@ -23,6 +24,9 @@ const BAD: TableDefinition<(u32, u32), (u8, u128, u8, u32)> = TableDefinition::n
 const SEGMENTS: TableDefinition<u32, u64> = TableDefinition::new("segments");
 /// Numbers by name.
 const SETTINGS: TableDefinition<&str, u64> = TableDefinition::new("settings");
+
+const NAME: &str = "catalogue.redb";
+const NEW: &str = "catalogue.new";
 
 const NO_QUOTA: u64 = u64::MAX;
 const TIME: &str = "time";
@@ -95,8 +99,24 @@ impl Catalogue {
     /// # Errors
     /// [`Error::Io`].
     pub fn open(root: &Root) -> Result<Self, Error> {
-        let file = open_file(root.dir(), "catalogue.redb", OFlags::RDWR | OFlags::CREATE)
-            .map_err(Error::io(format!("open {}/catalogue.redb", root.path().display())))?;
+        let shown = root.path().display();
+        let flags = OFlags::RDWR;
+        let file = match open_file(root.dir(), NAME, flags) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                // A database that is half made cannot be opened: it gets its name when it is whole.
+                let fresh = open_file(root.dir(), NEW, flags | OFlags::CREATE | OFlags::TRUNC);
+                drop(Self::of(fresh.map_err(Error::io(format!("create {shown}/{NEW}")))?)?);
+                rustix::fs::renameat(root.dir(), NEW, root.dir(), NAME)
+                    .and_then(|()| rustix::fs::fsync(root.dir()))
+                    .map_err(|error| Error::io(format!("name {shown}/{NAME}"))(error.into()))?;
+                open_file(root.dir(), NAME, flags)
+            }
+            other => other,
+        };
+        Self::of(file.map_err(Error::io(format!("open {shown}/{NAME}")))?)
+    }
+
+    fn of(file: File) -> Result<Self, Error> {
         let mut builder = Database::builder();
         builder.set_cache_size(4 << 20);
         builder.create_with_file_format_v3(true);
@@ -394,6 +414,15 @@ mod tests {
             assert_eq!(catalogue.segments().unwrap(), BTreeMap::from([(1, 10)]));
             assert_eq!(catalogue.time().unwrap(), Some(55));
         });
+    }
+
+    #[test]
+    fn what_a_killed_creation_left_is_made_anew() {
+        let base = tempfile::tempdir().unwrap();
+        Root::open(base.path()).unwrap();
+        std::fs::write(base.path().join(NEW), [7; 5000]).unwrap();
+        with(&base, |catalogue| assert!(catalogue.tenants().unwrap().is_empty()));
+        assert!(!base.path().join(NEW).exists());
     }
 
     #[test]

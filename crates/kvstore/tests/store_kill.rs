@@ -1,8 +1,8 @@
 //! A process that puts, evicts and collects is killed at random moments: what it had acknowledged is there, and nothing is wrong.
 //!
 //! The process is this test itself, run again with its root in the environment. It tells of every acknowledged chain on its output; the
-//! parent reads that, kills it, opens the store and asks for what it must have. Every fourth chain is read by the child all the time; the
-//! others may have been evicted, but only as leaves.
+//! parent reads that, kills it, opens the store and asks for what it must have: the newest, which cannot have been evicted yet. Of the others
+//! there is a prefix, with the right bytes.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 mod kit;
@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use deepinfer_kvstore::media::local::{Local, LocalConfig};
+use deepinfer_kvstore::policy::PolicyKind;
 use deepinfer_kvstore::root::Root;
 use deepinfer_kvstore::store::{Put, Store, StoreConfig, Upkeep};
 use kit::*;
@@ -34,6 +35,8 @@ fn open(path: &Path, capacity: u64) -> Store {
     let config = StoreConfig {
         capacity,
         slack: 512 << 10,
+        // What was written last goes last: so the parent knows what must be there.
+        policy: PolicyKind::Lru,
         max_object: 32 << 10,
         batch_bytes: 128 << 10,
         piece_bytes: 64 << 10,
@@ -118,7 +121,7 @@ fn kill(rounds: u64, seed: u64) -> (u64, u64) {
         let first = round << 20;
         let mine = run_and_kill(base.path(), first, Duration::from_millis(20 + random.below(180)));
         let store = open(base.path(), 1 << 30);
-        // The newest of this round cannot have been evicted: six times as much was not written since.
+        // The newest cannot have been evicted: the capacity is larger than what was written since.
         let mut written = 0;
         for &(chain_number, blocks) in mine.iter().rev() {
             written += (0..LENGTH).map(|at| object(chain_number, at).bytes.len() as u64 + 192).sum::<u64>();

@@ -13,6 +13,7 @@ use deepinfer_kvstore::clock::Clock;
 use deepinfer_kvstore::media::Record;
 use deepinfer_kvstore::media::local::io::{Io, System};
 use deepinfer_kvstore::media::local::{Local, LocalConfig};
+use deepinfer_kvstore::policy::PolicyKind;
 use deepinfer_kvstore::root::Root;
 use deepinfer_kvstore::store::{Got, Put, Rule, Store, StoreConfig, Want};
 use deepinfer_kvstore::{Class, Key, Kind, Meta, ObjectId, TenantId};
@@ -82,6 +83,7 @@ impl Kit {
         let config = StoreConfig {
             capacity: 64 << 20,
             slack: 1 << 20,
+            policy: PolicyKind::Lru,
             max_object: 32 << 10,
             batch_bytes: 48 << 10,
             piece_bytes: 16 << 10,
