@@ -504,6 +504,29 @@ class Core:
     def next_lease_ns(self) -> int | None:
         """When the next lease ends: ``schedule`` should be called then even if there is nothing else to do. None without one."""
 
+    def set_state_slices(self, on: bool) -> None:
+        """Whether ``take_state_slices`` has anything to give from now on.
+
+        Raises:
+            ConfigError: the model has no windows, no replica of them, or nothing is looked up.
+        """
+
+    def take_state_slices(self) -> list[tuple[int, int, int, bytes]]:
+        """``(seq, state slot, boundary in tokens, key)`` of each replica that a slice is to be cut from: at the last boundary of a
+        prompt and where a request ended. Ask after each ``complete`` and each ``schedule`` and copy before more is launched; what has
+        waited for longer is not given. ``key``: the chain hash of the block that ends there, 16 bytes."""
+
+    def note_state_slice(self, key: bytes, tier: Literal["host", "store"], present: bool) -> bool:
+        """Says that there is a slice of the boundary with this chain hash, or no longer. It counts as long as it is noted, whenever a
+        block of that hash is in the index. False if it was not noted: a key of nothing, or more than 2^20 slices."""
+
+    def chain_hash(self, seq: int, tokens: int) -> bytes | None:
+        """Chain hash of the first ``tokens`` tokens of a sequence, 16 bytes; ``None`` if that is no end of a block or not hashed yet."""
+
+    def give_up_start(self, seq: int) -> bool:
+        """The slice that a sequence was to begin with in the newest step is gone: its rows of that step count for nothing, and it is
+        admitted again. False if it did not begin at a slice in that step."""
+
     def has_work(self) -> bool:
         """Whether a sequence has not ended, an end has not been reported, or a step is in flight."""
 

@@ -5,18 +5,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use deepinfer_scheduler::{
-    Extra, Inbox, NgramConfig, Outcome, PrepFlags, Prepared, RingView, Scheduler, Seq, SlotMap, StepError, StepId,
-    TransferError,
+    BlockHash, Extra, Inbox, NgramConfig, Outcome, PrepFlags, Prepared, RingView, Scheduler, Seq, SliceCut, SlotMap,
+    StepError, StepId, Tier, TransferError,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::config::CoreConfig;
 use crate::error::{self, PythonError};
 use crate::vote::PyVote;
 use crate::{metrics, output, prepared, ring, transfers};
+
+/// (sequence, state slot, boundary, key) of a slice to be cut.
+type Cut<'py> = (u64, u32, u32, Bound<'py, PyBytes>);
 
 /// The scheduler with what belongs to its ring. Fields drop in this order: the memory outlives who writes into it.
 pub struct Inner {
@@ -441,6 +444,36 @@ impl Core {
 
     fn release(&self, py: Python<'_>, seq: u64) -> PyResult<bool> {
         self.with(py, |inner| inner.scheduler.release(Seq::from_u64(seq)))
+    }
+
+    fn set_state_slices(&self, py: Python<'_>, on: bool) -> PyResult<()> {
+        self.tried(py, |inner| inner.scheduler.set_state_slices(on))
+    }
+
+    fn take_state_slices<'py>(&self, py: Python<'py>) -> PyResult<Vec<Cut<'py>>> {
+        let cuts = self.with(py, |inner| inner.scheduler.take_slices().collect::<Vec<_>>())?;
+        let tuple =
+            |cut: SliceCut| (cut.seq.to_u64(), cut.slot, cut.boundary, PyBytes::new(py, &cut.hash.0.to_le_bytes()));
+        Ok(cuts.into_iter().map(tuple).collect())
+    }
+
+    fn note_state_slice(&self, py: Python<'_>, key: [u8; 16], tier: &str, present: bool) -> PyResult<bool> {
+        let tier = match tier {
+            "host" => Tier::Host,
+            "store" => Tier::Store,
+            other => return Err(PyValueError::new_err(format!("tier is {other:?}; use \"host\" or \"store\""))),
+        };
+        let hash = BlockHash(u128::from_le_bytes(key));
+        self.with(py, |inner| inner.scheduler.note_slice(hash, tier, present))
+    }
+
+    fn chain_hash<'py>(&self, py: Python<'py>, seq: u64, tokens: u32) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let hash = self.with(py, |inner| inner.scheduler.chain_hash(Seq::from_u64(seq), tokens))?;
+        Ok(hash.map(|hash| PyBytes::new(py, &hash.0.to_le_bytes())))
+    }
+
+    fn give_up_start(&self, py: Python<'_>, seq: u64) -> PyResult<bool> {
+        self.with(py, |inner| inner.scheduler.give_up_start(Seq::from_u64(seq)))
     }
 
     fn has_work(&self, py: Python<'_>) -> PyResult<bool> {

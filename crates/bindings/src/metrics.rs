@@ -66,6 +66,7 @@ pub fn stats<'py>(py: Python<'py>, metrics: &Metrics) -> PyResult<Bound<'py, PyD
         asked_tokens,
         snapshots_taken,
         snapshots_evicted,
+        slices_gone,
         preemptions,
         swapped_out,
         swapped_in,

@@ -24,6 +24,7 @@ impl BlockPool {
         self.check_index(&states)?;
         self.check_eviction_order()?;
         self.snapshots.check()?;
+        self.check_slices()?;
         self.check_pages(&states)
     }
 

@@ -1,8 +1,9 @@
 //! Chain hash, block pool, prefix index and state slots.
 //!
 //! Owns: which block is free, cached, held or parked; who holds it (sequences and transfers, counted apart); which prefix is
-//! matchable; the order of eviction; which blocks have a snapshot of a sequence's state; when a released block or slot may be reused; the identity of a prefix; the bounded
-//! log of changes to the index.
+//! matchable; the order of eviction; which blocks have a snapshot of a sequence's state, which boundaries a
+//! slice of it; when a released block or slot may be reused; the identity of a prefix; the bounded log
+//! of changes to the index.
 //!
 //! Never touches: KV bytes, tokens' meaning, sequences and their order, clocks, threads, locks, files, sockets, Python.
 //! Time is the step number that the caller passes. One owner calls it with `&mut self`. Steady paths allocate nothing; no
@@ -25,6 +26,7 @@ mod publish;
 mod refs;
 mod reservation;
 mod side_by_side;
+mod slices;
 mod snapshots;
 mod state_slots;
 

@@ -61,6 +61,13 @@ impl PartSet {
         }
     }
 
+    /// Both sets together.
+    #[inline]
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
     /// The same set with one pair added or taken away.
     #[inline]
     #[must_use]

@@ -11,6 +11,7 @@ use crate::node::Node;
 use crate::pages::PageGroup;
 use crate::parked::Parked;
 use crate::parts::PartSet;
+use crate::slices::Slices;
 use crate::snapshots::Snapshots;
 
 /// One paged group as the pool sees it.
@@ -91,6 +92,7 @@ pub struct BlockPool {
     pub(crate) further: Box<[PageGroup]>,
     pub(crate) transfers: Vec<OpenTransfer>,
     pub(crate) snapshots: Snapshots,
+    pub(crate) slices: Slices,
     pub(crate) events: Option<EventLog>,
     pub(crate) prefix_caching: bool,
     /// Newest step that any release named.
@@ -143,6 +145,7 @@ impl BlockPool {
             further: further.iter().map(|g| PageGroup::new(first.num_pages, g.num_pages, g.pages_per_block)).collect(),
             transfers: Vec::new(),
             snapshots: Snapshots::default(),
+            slices: Slices::default(),
             events,
             prefix_caching: config.prefix_caching,
             last_fence: 0,

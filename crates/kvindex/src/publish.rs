@@ -93,7 +93,7 @@ impl BlockPool {
         node.hash = hash;
         node.parent = cursor;
         let mixed = node.pins[1 - kind] > 0;
-        self.parts[block.index()] = PartSet::PUBLISHED;
+        self.parts[block.index()] = PartSet::PUBLISHED.and(self.slices.of(hash));
         self.index.insert(&self.nodes, block);
         if mixed && !cursor.is_null() {
             self.raise(cursor, if kind == 0 { Owner::Transfer } else { Owner::Sequence });

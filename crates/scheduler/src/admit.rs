@@ -197,8 +197,7 @@ impl Scheduler {
             Start::Fork(sharing) => {
                 self.clone_from_parent(&sharing, row.get(blocks as usize).copied(), slot);
                 let parent = self.seqs.get(self.lanes.seq[sharing.lane]);
-                let whole_from = parent.map_or(0, |cold| cold.begin.whole_from);
-                (Begin { whole_from, ..Begin::whole(sharing.computed) }, true)
+                (parent.map(|cold| cold.begin).unwrap_or_default().go_on(sharing.computed), true)
             }
         };
         let rows = self.take_lane(seq, slot, &row, begin, cloned, budget);

@@ -202,6 +202,11 @@ pub enum ConfigError {
     /// Nothing can be copied, or nothing asks for it.
     #[error("snapshot_slots is {0}; snapshots need a hit_window and a replica of every state group: set it to 0")]
     NoSnapshots(u32),
+    /// Nothing can be cut.
+    #[error(
+        "state slices need a hit_window, a replica of every state group and prefix caching: leave set_state_slices out"
+    )]
+    NoSlices,
     /// A limit is below what one step needs.
     #[error("{what} is {value}; it must be at least {least}")]
     TooSmall {
@@ -282,6 +287,8 @@ pub(crate) struct Geometry {
     pub sections: Vec<Section>,
     pub maps: Vec<SlotMap>,
     pub has_state: bool,
+    /// Every state group has a replica.
+    pub has_replicas: bool,
     /// Bytes of a page, by group.
     pub page_bytes: Vec<u64>,
     /// Bytes of a state slot over all state groups.
@@ -316,7 +323,7 @@ impl Config {
         self.check_limits()?;
         let mut sections: Vec<Section> = Vec::new();
         let mut maps: Vec<SlotMap> = Vec::new();
-        let mut has_state = false;
+        let (mut has_state, mut has_replicas) = (false, true);
         let mut page_bytes = Vec::new();
         let mut state_bytes: u64 = 0;
         let mut block_tokens = 0;
@@ -329,6 +336,7 @@ impl Config {
                 GroupSpec::Paged { page_tokens, num_pages, sources } => (page_tokens, num_pages, sources),
                 GroupSpec::State { stored, dropped, replicas, .. } => {
                     has_state = true;
+                    has_replicas &= *replicas > 0;
                     let kept = stored.saturating_mul(1 + u64::from(*replicas));
                     state_bytes = state_bytes.saturating_add(kept).saturating_add(*dropped);
                     continue;
@@ -403,6 +411,7 @@ impl Config {
             sections,
             maps,
             has_state,
+            has_replicas: has_state && has_replicas,
             page_bytes,
             state_bytes,
             usable_blocks: usable,

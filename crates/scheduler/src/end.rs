@@ -102,7 +102,7 @@ impl Scheduler {
         self.unqueue(seq);
         if let Some(lane) = self.seqs.lane(seq) {
             if natural || finish == Finish::Handover {
-                self.note_snapshot(lane);
+                self.note_snapshot(lane, true);
             }
             self.leave_lane(lane, if hold { Leave::Hold } else { Leave::Release });
         }

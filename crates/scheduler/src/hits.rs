@@ -56,13 +56,22 @@ pub(crate) struct Begin {
     pub kind: StartKind,
     /// From here on the state of the sequence is worth keeping: what it would be without the hit.
     pub whole_from: u32,
+    /// The same of the encoder's windows alone.
+    pub slice_from: u32,
 }
 
 impl Begin {
     /// With everything in place that `computed` positions have.
     pub fn whole(computed: u32) -> Self {
         let kind = if computed > 0 { StartKind::Whole } else { StartKind::Nothing };
-        Self { start: computed, hit: computed, kind, whole_from: 0 }
+        Self { start: computed, hit: computed, kind, whole_from: 0, slice_from: 0 }
+    }
+}
+
+impl Begin {
+    /// Of a sequence that goes on after `computed` positions with the state of one that began like this.
+    pub fn go_on(self, computed: u32) -> Self {
+        Self { whole_from: self.whole_from, slice_from: self.slice_from, ..Self::whole(computed) }
     }
 }
 
@@ -114,6 +123,16 @@ impl WindowRule {
             0 => 0,
             from if self.exact => from + self.lag(self.decoder),
             from => from + self.window - 1,
+        }
+    }
+
+    /// First position from which on the windows of the encoder are what they would be without a hit, every row of them; without
+    /// exactness, from which on no row of them is missing.
+    pub const fn slice_from(&self, kind: StartKind, start: u32) -> u32 {
+        match kind {
+            StartKind::Rerun if start > 0 && self.exact => start + self.lag(self.encoder) + 1,
+            StartKind::Rerun if start > 0 => start + self.window,
+            _ => 0,
         }
     }
 
@@ -218,7 +237,8 @@ impl Scheduler {
             }
         }
         let (start, kind, block) = found;
-        (hit, Begin { start, hit: tokens, kind, whole_from: rule.whole_from(kind, start, len) }, block)
+        let (whole_from, slice_from) = (rule.whole_from(kind, start, len), rule.slice_from(kind, start));
+        (hit, Begin { start, hit: tokens, kind, whole_from, slice_from }, block)
     }
 
     /// Counts how a sequence begins that took nothing but the index.

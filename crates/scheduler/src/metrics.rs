@@ -143,6 +143,8 @@ pub struct Metrics {
     pub snapshots_taken: u64,
     /// Snapshots given up for newer ones.
     pub snapshots_evicted: u64,
+    /// Begins at a slice that was gone; they count among no other begins.
+    pub slices_gone: u64,
     /// Tokens of admitted sequences.
     pub asked_tokens: u64,
     /// Preemptions of both kinds.

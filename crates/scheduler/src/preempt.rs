@@ -122,7 +122,7 @@ impl Scheduler {
         let there = self.seqs.get(seq).is_some_and(|cold| cold.swap.is_some());
         let swap = if there { None } else { self.swap_out(lane) };
         if !there && swap.is_none() {
-            self.note_snapshot(lane);
+            self.note_snapshot(lane, false);
         }
         self.leave_lane(lane, Leave::Release);
         if let Some(cold) = self.seqs.get_mut(seq) {

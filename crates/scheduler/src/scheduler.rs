@@ -18,11 +18,12 @@ use crate::pool::{Finish, SeqPool, Status, Times};
 use crate::publish::HashQueue;
 use crate::ring::{LayoutError, Ring, RingView};
 use crate::roles::EngineType;
+use crate::slices::Slices;
 use crate::snapshots::Snapshots;
 use crate::swap::Swaps;
 use crate::transfers::Transfers;
 use crate::waiting::Waiting;
-use deepinfer_kvindex::{Block, BlockPool, Counts, Event, Part, PoolConfig, PoolGroup, Seq, StateSlots, StepId, Tier};
+use deepinfer_kvindex::{Block, BlockPool, Counts, Event, PoolConfig, PoolGroup, Seq, StateSlots, StepId, Tier};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -95,6 +96,7 @@ pub struct Scheduler {
     pub(crate) host: HostPool,
     pub(crate) swaps: Swaps,
     pub(crate) snapshots: Snapshots,
+    pub(crate) slices: Slices,
     pub(crate) seqs: SeqPool,
     pub(crate) lanes: Lanes,
     pub(crate) waiting: Waiting,
@@ -182,6 +184,7 @@ impl Scheduler {
             kv: Kv { blocks, states, tables, now: StepId(1), launched: StepId(0), misuse: 0 },
             host: HostPool::new(config.host_blocks, config.host_slots),
             snapshots: Snapshots::new(if config.prefix_caching { config.snapshot_slots } else { 0 }),
+            slices: Slices::default(),
             swaps: Swaps::with_capacity(seqs, if config.host_blocks > 0 { layout.deltas } else { 0 }),
             seqs: SeqPool::default(),
             lanes: Lanes::with_capacity(seqs),
@@ -388,8 +391,8 @@ impl Scheduler {
         self.draft_budget = rows;
     }
 
-    /// Notes that the state of a sequence at a block boundary was stored (or is gone): prefix hits of models whose hit rule
-    /// is [`crate::HitRule::StateSlice`] end at such boundaries only. False if that block is not in the index.
+    /// [`Scheduler::note_slice`] of a boundary of a running sequence. Prefix hits of models whose hit rule is
+    /// [`crate::HitRule::StateSlice`] end at such boundaries only. False if that block is not in the index.
     pub fn note_state_slice(&mut self, seq: Seq, boundary_tokens: u32, tier: Tier, present: bool) -> bool {
         let index = boundary_tokens >> self.geometry.shift;
         let Some(lane) = self.seqs.lane(seq) else { return false };
@@ -402,7 +405,8 @@ impl Scheduler {
         for _ in index..cold.published {
             at = self.kv.blocks.parent(at);
         }
-        self.kv.blocks.set_part(at, Part::StateSlice, tier, present).is_ok()
+        let hash = self.kv.blocks.hash(at);
+        self.note_slice(hash, tier, present)
     }
 
     /// States of all pages and slots.

@@ -1,4 +1,4 @@
-//! Snapshots of sequences' states: when one is taken, and the copies out and back that a step carries.
+//! Snapshots of sequences' states: when one is taken (a slice is cut then, too), and the copies out and back that a step carries.
 //!
 //! A state is copied on the device to its replica at each boundary that the sequence passes; a snapshot is a copy of that replica.
 //! It is noted when a step has completed, and is the first command of the next planned one: whoever is given the slot in that
@@ -57,16 +57,17 @@ impl Snapshots {
 }
 
 impl Scheduler {
-    /// Notes the replica of a lane at the newest boundary that it has passed, if it is there, right and not overwritten.
+    /// Notes the replica of a lane at the newest boundary that it has passed, if it is there, right and not overwritten; `slice`: also
+    /// for a slice of it.
     #[inline]
-    pub(crate) fn note_snapshot(&mut self, lane: usize) {
-        if self.snapshots.on {
-            self.note_replica(lane);
+    pub(crate) fn note_snapshot(&mut self, lane: usize, slice: bool) {
+        if self.snapshots.on || (slice && self.slices.on) {
+            self.note_replica(lane, slice && self.slices.on);
         }
     }
 
     #[inline(never)]
-    fn note_replica(&mut self, lane: usize) {
+    fn note_replica(&mut self, lane: usize, slice: bool) {
         let Some(&rule) = self.window() else { return };
         let seq = self.lanes.seq[lane];
         let (confirmed, target) = (self.lanes.confirmed[lane], self.lanes.target[lane]);
@@ -82,26 +83,31 @@ impl Scheduler {
         }
         self.publish_filled(lane);
         let blocks = boundary >> self.geometry.shift;
-        let Some(cold) = self.seqs.get(seq).filter(|cold| {
-            boundary > cold.begin.start && boundary >= cold.begin.whole_from && cold.published >= blocks
-        }) else {
+        let Some(cold) = self.seqs.get(seq).filter(|cold| boundary > cold.begin.start && cold.published >= blocks)
+        else {
             return;
         };
+        let (whole, sliced) = (boundary >= cold.begin.whole_from, boundary >= cold.begin.slice_from);
         let mut block = cold.cursor;
         for _ in blocks..cold.published {
             block = self.kv.blocks.parent(block);
         }
         let (slot, hash) = (self.lanes.state[lane], self.kv.blocks.hash(block));
-        self.snapshots.wants.push(Want { slot, block, hash });
+        if whole && self.snapshots.on {
+            self.snapshots.wants.push(Want { slot, block, hash });
+        }
+        if sliced && slice {
+            self.note_cut(seq, slot, boundary, block);
+        }
     }
 
     /// The same where the rows of a completed chunk have passed the last boundary of their prompt.
     #[inline]
     pub(crate) fn note_prompt_boundary(&mut self, lane: usize, rows: u32) {
-        let Some(rule) = self.window().filter(|_| self.snapshots.on) else { return };
+        let Some(rule) = self.window().filter(|_| self.snapshots.on || self.slices.on) else { return };
         let (confirmed, last) = (self.lanes.confirmed[lane], self.lanes.target[lane] / rule.grain * rule.grain);
         if confirmed >= last && confirmed - rows < last {
-            self.note_snapshot(lane);
+            self.note_snapshot(lane, true);
         }
     }
 
@@ -137,7 +143,8 @@ impl Scheduler {
 
     /// A slot is written before the next step: what was to be read from it is not.
     pub(crate) fn drop_snapshots_of(&mut self, slot: u32) {
-        let Self { snapshots, kv, .. } = self;
+        let Self { snapshots, slices, kv, .. } = self;
+        slices.drop_cuts_of(slot);
         snapshots.wants.retain(|want| want.slot != slot);
         snapshots.out.retain(|out| {
             if out.slot == slot {

@@ -5,7 +5,6 @@
 //! rest back, in the step that admits.
 
 use crate::admit::Try;
-use crate::hits::Begin;
 use crate::host_pool::HostId;
 use crate::layout::{F, header};
 use crate::pool::Status;
@@ -318,8 +317,8 @@ impl Scheduler {
         }
         self.metrics.swapped_in += 1;
         self.metrics.swap_in_pages += pages as u64;
-        let whole_from = self.seqs.get(seq).map_or(0, |cold| cold.begin.whole_from);
-        let begin = Begin { whole_from, ..Begin::whole(computed) };
+        let begin = self.seqs.get(seq).map(|cold| cold.begin).unwrap_or_default();
+        let begin = begin.go_on(computed);
         let rows = self.take_lane(seq, slot, &row, begin, true, budget);
         self.scratch = row;
         Try::In(rows)
