@@ -74,6 +74,7 @@ ENGINE_OPTIONS = (
         "host memory for states of prompts, of models with windows, in GiB; 0 is none (default: by what is free)",
         float,
     ),
+    Option("state_slice_gib", "host memory for the encoder's part of such states, in GiB (default: 0, none)", float),
     Option("hit_policy", "what such models compute again behind a cached beginning (default: exact)", str, ("exact", "replay")),
     Option("enable_prefix_caching", "reuse KV of prompts that begin alike (default: on)"),
     Option("seed", "makes sampling repeatable", int),

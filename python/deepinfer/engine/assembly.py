@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from deepinfer import _core
 from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
+from deepinfer.engine.hooks import EngineHooks
 from deepinfer.engine.model_options import block_tokens, configure_model, drafting_of
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
 from deepinfer.engine.state_hits import SnapshotPlan, hit_rule, plan_snapshots, window_hits
+from deepinfer.engine.state_slices import SlicePlan, StateSlices, plan_slices
 from deepinfer.engine.step_loop import RING_SLOTS
 from deepinfer.engine.swap import SwapPlan, plan_swap
 from deepinfer.errors import ConfigError
 from deepinfer.kernels import KERNEL_SET
-from deepinfer.kvcache.layout import KvLayout
+from deepinfer.kvcache.layout import KvLayout, form_of
+from deepinfer.kvcache.state_slices import HostSlices, SliceTier
 from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, ModelOptions, PagedGroup, StateGroup
 from deepinfer.models.contract import checked_groups
@@ -28,6 +31,7 @@ from deepinfer.speculative import Drafting, ModelDrafting, NgramDrafting, Specul
 from deepinfer.worker import sync_guard
 from deepinfer.worker.device_queue import make_queue
 from deepinfer.worker.runner import Lookup, ModelRunner, Restore, RunnerLimits
+from deepinfer.worker.slice_copies import SliceCopies
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Assembly:
         resolved: where the checkpoint, its configuration and tokenizer are.
         speculative: drafting as it holds for the model, ``None`` = none.
         paged, state: the model's groups.
-        plan: KV pools; ``swap``: host memory for preempted sequences; ``snapshots``: host memory for states.
+        plan: KV pools; ``swap``: host memory for preempted sequences; ``snapshots``, ``slices``: for states and slices of them.
     """
 
     config: EngineConfig
@@ -53,6 +57,7 @@ class Assembly:
     plan: KvPlan
     swap: SwapPlan
     snapshots: SnapshotPlan
+    slices: SlicePlan
 
     @property
     def depth(self) -> int:
@@ -105,7 +110,8 @@ class Assembly:
             model=identity["model"],
             revision=identity["revision"],
             weight_format=identity["weights"],
-            kv_format=identity["dtype"],
+            # Slices of states are found by hash alone, by other engines too.
+            kv_format=f"{identity['dtype']}/{form_of(self.paged, self.state)}" if self.state else identity["dtype"],
             numerics=identity["numerics"],
             hit_policy=identity["hit policy"],
         )
@@ -170,6 +176,16 @@ class Assembly:
             self.snapshots.places,
         )
 
+    def make_slices(
+        self, core: _core.Core, runner: ModelRunner, hooks: EngineHooks, given: SliceTier | None, name_of: Callable[[int], str]
+    ) -> StateSlices | None:
+        """What cuts slices of states and puts them back; ``None`` without a tier, ``given`` or of its own."""
+        tier = HostSlices(self.slices.room) if self.slices.room else given
+        if tier is None:
+            return None
+        copies = SliceCopies(runner.kv, self.state, runner.queue, self.run.platform.pinned)
+        return StateSlices(core, hooks, copies, tier, name_of)
+
     def make_drafting(self, core: _core.Core) -> Drafting | None:
         """What proposes drafts, or bounds those of the model; ``None`` without drafts."""
         if self.speculative is None:
@@ -178,12 +194,13 @@ class Assembly:
         return make(core, self.speculative, self.run.max_num_batched_tokens)
 
 
-def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Assembly:
+def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None = None, slices: SliceTier | None = None) -> Assembly:
     """Settles settings, loads the model and sizes the pools, after saying on stderr what fits. No KV is allocated yet.
 
     Args:
         config: settings.
         progress: called with (bytes loaded, bytes in all) while weights load.
+        slices: a tier of state slices that the engine is to use.
 
     Raises:
         ConfigError, CapacityError, ModelNotFoundError, UnsupportedModelError, CheckpointError: see `Engine`.
@@ -202,9 +219,10 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     plan = plan_kv(config, run, paged, state, model.max_position, model.vocab_size)
     swap = plan_swap(config, run, plan, paged, state)
     snapshots = plan_snapshots(config, run, plan, state)
+    kept = plan_slices(config, state, slices)
     if not run.quiet:
-        print(report(run, plan, config.model, weights, snapshots.amount), file=sys.stderr)
-    return Assembly(config, run, resolved, model, speculative, options, paged, state, plan, swap, snapshots)
+        print(report(run, plan, config.model, weights, snapshots.amount, kept.amount), file=sys.stderr)
+    return Assembly(config, run, resolved, model, speculative, options, paged, state, plan, swap, snapshots, kept)
 
 
 def _max_draft(speculative: SpeculativeSettings | None) -> int:

@@ -65,6 +65,8 @@ class EngineConfig:
             at most 1 GiB on a CPU, 4 on a GPU, and an eighth of what is free; 0 = none.
         state_snapshot_gib: host memory for snapshots of sequences' states, of models that keep windows beside their KV: a prompt whose
             beginning has one goes on from there. ``None`` = at most 1 GiB on a CPU, 4 on a GPU, and a sixteenth of what is free; 0 = none.
+        state_slice_gib: host memory for slices of such states, at prompts' last boundaries and where answers ended: smaller than
+            snapshots, and what other engines can use. A beginning with a slice has fewer rows to compute again than without. 0 = none.
         hit_policy: of such models where a beginning has KV and no snapshot: ``exact`` computes rows again until results are those of the
             whole prompt; ``replay`` only as many as the model was trained to bear, results then depend on what was cached.
         enable_prefix_caching: keep finished blocks for prompts with the same beginning.
@@ -124,6 +126,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     swap_space_gib: float | None = None
     state_snapshot_gib: float | None = None
+    state_slice_gib: float = 0.0
     hit_policy: HitPolicy = "exact"
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -231,6 +234,7 @@ class EngineConfig:
     def _check_memory(self) -> None:
         _gib("swap_space_gib", self.swap_space_gib)
         _gib("state_snapshot_gib", self.state_snapshot_gib)
+        _gib("state_slice_gib", self.state_slice_gib, optional=False)
         if self.hit_policy not in get_args(HitPolicy):
             raise ConfigError(f"hit_policy must be one of {', '.join(get_args(HitPolicy))}, got {self.hit_policy!r}")
         fraction, alias = self.kv_memory_fraction, self.gpu_memory_utilization
@@ -312,8 +316,8 @@ class RunConfig:
         return self.platform.device
 
 
-def _gib(name: str, value: float | None) -> None:
-    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1 << 20):
+def _gib(name: str, value: float | None, *, optional: bool = True) -> None:
+    if (value is not None or not optional) and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1 << 20):
         raise ConfigError(f"{name} must be a number of GiB of at least 0, got {value!r}")
 
 

@@ -41,6 +41,7 @@ from deepinfer.errors import (
     StepFailedError,
 )
 from deepinfer.kvcache.handover import Handover
+from deepinfer.kvcache.state_slices import SliceTier
 from deepinfer.models.base import Model, TableModel
 from deepinfer.worker.device_queue import StepTimes
 from deepinfer.worker.sampling_state import RowSampling
@@ -53,6 +54,7 @@ class Engine(EngineHooks):
     Args:
         config: settings; the model is loaded and KV allocated here, after saying on stderr what fits.
         progress: called with (bytes loaded, bytes in all) while weights load.
+        slices: where slices of states are kept instead of ``state_slice_gib``; engines of one process may be given the same.
 
     Attributes:
         speculative: drafting as it holds for the model, ``None`` = none.
@@ -68,8 +70,8 @@ class Engine(EngineHooks):
         ConfigError, CapacityError, ModelNotFoundError, UnsupportedModelError, CheckpointError: nothing has been allocated then.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
-        made = assemble(config, progress)
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None, slices: SliceTier | None = None) -> None:
+        made = assemble(config, progress, slices)
         self.config, self.run, self.options = config, made.run, made.options
         self.resolved = made.resolved
         self.model: Model = made.model
@@ -84,6 +86,7 @@ class Engine(EngineHooks):
         self._core = _core.Core(made.core_config())
         self._runner = made.make_runner(self._core, self._admitted, self._restored)
         self._core.register_ring(self._runner.ring.registration())
+        self._slices = made.make_slices(self._core, self._runner, self, slices, self._request_id)
         self._grammars = GrammarRows(self._core, self._runner)
         self._rates = SwapRates(self._core, self._runner.measure_swap())
         self._log = StepLog(self.metrics, 0.0 if self.run.quiet else INTERVAL)
@@ -304,6 +307,17 @@ class Engine(EngineHooks):
 
     # What the step loop tells and asks (see `step_loop.StepOwner`)
 
+    def before_schedule(self) -> None:
+        """What is to be cut of completed steps, and what became of earlier slices, before the core plans."""
+        if self._slices is not None:
+            self._slices.cut()
+            self._slices.settle()
+
+    def after_schedule(self) -> None:
+        """Slots of sequences that ended with the plan may be written by it."""
+        if self._slices is not None:
+            self._slices.cut()
+
     def handles_of(self, state_slots: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Handles of the sequences that have these state slots now."""
         return self._answers.handle_of_slot[state_slots]
@@ -312,6 +326,9 @@ class Engine(EngineHooks):
         """Keeps log-probabilities of what the core kept, moves grammars, and gives the deltas."""
         if times is not None:
             self._rates.note(result.header, times, result.swapped_bytes)
+        if self._slices is not None and not self._loop.in_flight and not self._core.has_work():
+            self._slices.cut()  # nobody may ask for another step
+            self._slices.settle(wait=True)
         return self._answers.completed(launched, result)
 
     def fill_masks(self, launched: Launched) -> None:
@@ -332,10 +349,18 @@ class Engine(EngineHooks):
         """The runner's question when the core has given a sequence a state slot."""
         return self._answers.admitted(handle, state_slot)
 
-    def _restored(self, handle: int, state_slot: int, tokens: int, hit: int, kind: int) -> None:
-        """The runner's word that a sequence's step begins with ``tokens`` positions in place."""
-        request_id = self._answers.by_handle[handle].request.request_id
-        self.load_state_from_store_to_prefill_cache(Admission(request_id, handle, state_slot, tokens, hit, START_KINDS[kind]))
+    def _restored(self, handle: int, state_slot: int, tokens: int, hit: int, kind: int) -> Callable[[], None] | None:
+        """The runner's word that a sequence's step begins with ``tokens`` positions in place; gives what the device is to do for it."""
+        name = START_KINDS[kind]
+        key = self._core.chain_hash(handle, tokens) or b"" if name == "slice" else b""
+        admission = Admission(self._request_id(handle), handle, state_slot, tokens, hit, name, key)
+        given = self.load_state_from_store_to_prefill_cache(admission)
+        return None if self._slices is None or name != "slice" else self._slices.put_back(admission, given)
+
+    def _request_id(self, handle: int) -> str:
+        """Whose a sequence is; empty once nobody waits for it."""
+        answer = self._answers.by_handle.get(handle)
+        return "" if answer is None else answer.request.request_id
 
     # Faults and the end
 
@@ -375,7 +400,8 @@ class Engine(EngineHooks):
     def metrics(self) -> EngineMetrics:
         """Everything that is counted, at this moment."""
         self._check_process()
-        return EngineMetrics.of(self._core, self.model.table_counters() if isinstance(self.model, TableModel) else None)
+        tables = self.model.table_counters() if isinstance(self.model, TableModel) else None
+        return EngineMetrics.of(self._core, tables, None if self._slices is None else self._slices.counts())
 
     def core_counts(self) -> _core.Counts:
         """The core's blocks of each group and state slots by state, for metrics and tests."""
@@ -400,6 +426,8 @@ class Engine(EngineHooks):
             self._trace.stop()
         if self._role is not None:
             self._role.close()
+        if self._slices is not None:
+            self._slices.close()
         self._runner.close()
         self._core.close()
         del self._loop, self._answers, self._grammars, self._role, self._runner, self.model

@@ -14,12 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 StartKind = Literal["nothing", "whole", "slice", "rerun"]
+NOTHING = slice(0, 0)
+"""Of a state row: not a byte."""
+
 START_KINDS: tuple[StartKind, ...] = ("nothing", "whole", "slice", "rerun")  # by the word in `admitted`
 
 
 @dataclass(frozen=True, slots=True)
 class KvSave:
-    """A sequence whose keys, values and state are about to be read.
+    """A sequence whose keys, values and state are about to be read; or, as a ``slice``, its state alone as it stood at a boundary.
 
     Attributes:
         request_id: whose it is.
@@ -27,6 +30,8 @@ class KvSave:
         tokens: positions whose KV is valid.
         blocks: int32 ids of the blocks that hold them, first block first.
         state_slot: row of its state.
+        what: ``handover``; ``slice``: ``tokens`` is the boundary, ``blocks`` is empty, the sequence may have ended.
+        key: of a slice, the chain hash of the block that ends there, 16 bytes.
     """
 
     request_id: str
@@ -34,6 +39,8 @@ class KvSave:
     tokens: int
     blocks: NDArray[np.int32]
     state_slot: int
+    what: Literal["handover", "slice"] = "handover"
+    key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +53,9 @@ class Admission:
         state_slot: row of its state, of the block table and of its sampling values.
         tokens: leading positions that this step does not compute.
         hit: of models with windows, leading positions whose KV is in place: from ``tokens`` to there rows read it and write none.
-        kind: what the state of such a model has at ``tokens``: ``whole``; ``slice``: the encoder's windows are this hook's to put into
-            the row; ``rerun``: none.
+        kind: what the state of such a model has at ``tokens``: ``whole``; ``slice``: the encoder's windows, once
+            this hook has given them; ``rerun``: none.
+        key: of a ``slice``, the chain hash of its boundary, 16 bytes.
     """
 
     request_id: str
@@ -56,6 +64,7 @@ class Admission:
     tokens: int
     hit: int
     kind: StartKind
+    key: bytes = b""
 
 
 class EngineHooks:
@@ -67,14 +76,23 @@ class EngineHooks:
     def post_schedule(self, slot: int) -> None:
         """A step has been planned into ring slot ``slot``; nothing of it has been launched."""
 
-    def load_state_from_store_to_prefill_cache(self, admission: Admission) -> None:
-        """A sequence begins or resumes with positions in place. Page and state commands of the step are queued, its forward is not."""
+    def load_state_from_store_to_prefill_cache(self, admission: Admission) -> bytes | None:
+        """A sequence begins or resumes with positions in place. Page and state commands of the step are queued, its forward is not.
+
+        Where it begins at a ``slice``: the slice's bytes, or ``None`` = those that the engine's tier has under ``admission.key``. If
+        there are none either, the sequence is admitted again without them. Otherwise what is given is not looked at.
+        """
+        return None
 
     def pe_prepare_save_kvcache(self, save: KvSave) -> None:
         """A prompt engine's sequence is done there and will be handed over; nothing of its KV has been read."""
 
     def select_state_slice_to_store(self, save: KvSave) -> slice | None:
-        """For models with state, in the same hand-over: which bytes of a state row go along; ``None`` = all. The rest arrives as zeros."""
+        """For models with state, in the same hand-over: which bytes of a state row go along; ``None`` = all. The rest arrives as zeros.
+
+        Also where a slice of a state is to be kept (``save.what``), at the last boundary of a prompt and when a request ends: ``None``
+        keeps it, `NOTHING` does not. What a slice is, is the model's to say: the stored region of its state.
+        """
         return None
 
     def do_save_kvcache(self, save: KvSave) -> None:

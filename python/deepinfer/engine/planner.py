@@ -114,14 +114,18 @@ def sampling_scratch(max_num_seqs: int, vocab_size: int) -> int:
     return 6 * max_num_seqs * vocab_size * 4 + (256 << 20)
 
 
-def report(run: RunConfig, plan: KvPlan, name: str, weight_bytes: int, snapshots: tuple[int, int] = (0, 0)) -> str:
-    """What fits, in three lines for a person. ``snapshots``: of sequences' states, how many host memory holds and their bytes."""
+def report(
+    run: RunConfig, plan: KvPlan, name: str, weight_bytes: int, snapshots: tuple[int, int] = (0, 0), slices: tuple[int, int] = (0, 0)
+) -> str:
+    """What fits, in three lines for a person. ``snapshots``, ``slices``: of states, how many host memory holds and their bytes."""
     size = f"{plan.full_sequences:.1f}" if plan.full_sequences < 10 else f"{plan.full_sequences:.0f}"
     pool = f"{plan.tokens:,} tokens in {plan.num_blocks:,} blocks of {plan.block_tokens}"
     if plan.state_bytes:
         pool += f" and {_gib(plan.state_bytes)} of state"
     if snapshots[0]:
         pool += f" · {snapshots[0]:,} snapshots of states in {_gib(snapshots[1])} of host memory"
+    if slices[0]:
+        pool += f" · {slices[0]:,} slices of states in {_gib(slices[1])} of host memory"
     return (
         f"{name} on {run.platform.describe()}, {str(run.dtype).removeprefix('torch.')}\n"
         f"  weights {_gib(weight_bytes)} · KV {_gib(plan.kv_bytes)} = {pool}\n"

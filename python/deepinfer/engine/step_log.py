@@ -57,6 +57,8 @@ class EngineMetrics:
         overlap: part of the host's work that was hidden under the device's.
         tables: of models that read rows of tables in files: ``rows``, ``lookups``, ``hits``, ``misses``, ``evictions``, ``bytes_read``,
             ``capacity`` (see ``models.base.TableModel``); empty for others.
+        slices: of engines that keep slices of states: ``cut``, ``put_back``, ``gone``, ``faults``, and of a tier in host memory ``slices``
+            and ``bytes`` now, ``kept``, ``evicted``, ``refused``, ``differing``, ``hits``, ``misses``; empty for others.
     """
 
     totals: dict[str, int]
@@ -80,10 +82,11 @@ class EngineMetrics:
     bubble: float
     overlap: float
     tables: dict[str, int]
+    slices: dict[str, int]
 
     @classmethod
-    def of(cls, core: _core.Core, tables: dict[str, int] | None = None) -> EngineMetrics:
-        """One snapshot of the core, beside what the model says of its tables."""
+    def of(cls, core: _core.Core, tables: dict[str, int] | None = None, slices: dict[str, int] | None = None) -> EngineMetrics:
+        """One snapshot of the core, beside what the model says of its tables and the engine of its slices."""
         m = core.metrics()
         t, votes = m["totals"], m["votes"]
         return cls(
@@ -121,6 +124,7 @@ class EngineMetrics:
             bubble=m["bubble"],
             overlap=m["overlap"],
             tables=dict(tables or {}),
+            slices=dict(slices or {}),
         )
 
 

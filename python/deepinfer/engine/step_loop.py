@@ -73,6 +73,12 @@ class Launched:
 class StepOwner(Protocol):
     """What the loop tells and asks."""
 
+    def before_schedule(self) -> None:
+        """The core is about to plan."""
+
+    def after_schedule(self) -> None:
+        """The core has planned, or had nothing to; nothing of it has been launched."""
+
     def post_schedule(self, slot: int) -> None:
         """A step was planned. An exception fails it."""
 
@@ -135,7 +141,9 @@ class StepLoop:
         begin = time.perf_counter()
         if self.drafting is not None:
             self.drafting.propose()
+        self._owner.before_schedule()
         slot = self._core.schedule(time.monotonic_ns())
+        self._owner.after_schedule()
         planned = time.perf_counter() - begin
         self._counters.schedule_s += planned
         if slot >= 0:

@@ -122,5 +122,12 @@ class KvLayout:
         return max((_up(s.end) for s in self.sections(tokens)), default=0)
 
 
+def form_of(paged: Sequence[PagedGroup], state: Sequence[StateGroup]) -> str:
+    """128 bits of hash, as hex, over what pages and stored state are made of: equal where they have the same bytes for the same values."""
+    fields = KvLayout({}, paged, state).fields
+    kept = {"KV format": fields["KV format"], "state": [[s.stored, s.ring, s.cut] for s in state]}
+    return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
 def _up(n: int) -> int:
     return -(-n // _ALIGN) * _ALIGN

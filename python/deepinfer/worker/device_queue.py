@@ -61,6 +61,9 @@ class DeviceQueue(Protocol):
             BaseException: what its work raised.
         """
 
+    def done(self, ticket: Ticket) -> bool:
+        """Whether a wait for the ticket, whose last work has been handed over, would return at once."""
+
     def times(self, ticket: Ticket, before: Ticket | None) -> StepTimes | None:
         """When a waited-for step ran; ``before`` is the step ahead of it. ``None`` if it did not run to its end."""
 
@@ -118,6 +121,10 @@ class InlineQueue:
         if ticket.error is not None:
             raise ticket.error
 
+    def done(self, ticket: Ticket) -> bool:
+        """See :class:`DeviceQueue`."""
+        return ticket.done.is_set()
+
     def times(self, ticket: Ticket, before: Ticket | None) -> StepTimes | None:
         """See :class:`DeviceQueue`."""
         return _host_times(ticket, before)
@@ -163,6 +170,10 @@ class ThreadQueue:
                 break
         if ticket.error is not None:
             raise ticket.error
+
+    def done(self, ticket: Ticket) -> bool:
+        """See :class:`DeviceQueue`."""
+        return ticket.done.is_set()
 
     def times(self, ticket: Ticket, before: Ticket | None) -> StepTimes | None:
         """See :class:`DeviceQueue`."""
@@ -244,6 +255,10 @@ class StreamQueue:
             ticket.marks[-1].synchronize()
         if ticket.error is not None:
             raise ticket.error
+
+    def done(self, ticket: Ticket) -> bool:
+        """See :class:`DeviceQueue`."""
+        return ticket.done.is_set() and all(mark.query() for mark in ticket.marks[-1:])
 
     def times(self, ticket: Ticket, before: Ticket | None) -> StepTimes | None:
         """See :class:`DeviceQueue`."""

@@ -39,9 +39,9 @@ _LOGIT_ROWS = 128  # rows whose logits over the whole vocabulary exist at once w
 Lookup = Callable[[int, int], tuple[RowSampling, Sequence[int]]]
 """Called with (sequence handle, state slot) when the core has given the slot: its sampling, and tokens generated so far."""
 
-Restore = Callable[[int, int, int, int, int], None]
+Restore = Callable[[int, int, int, int, int], Callable[[], None] | None]
 """Called with (sequence handle, state slot, positions, end of the hit, kind of start) for a sequence given a slot with positions in place,
-before the forward."""
+before the forward. Gives work for the device between the step's commands and its forward, or ``None``."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,9 @@ class ModelRunner:
             choose_prompts(step, self._prompts, self.model.vocab_size)
             self.queue.submit(step.ticket, lambda: self._commands(step), last=False)
             for handle, *start in resumed:
-                self._restore(handle, *start)
+                work = self._restore(handle, *start)
+                if work is not None:
+                    self.queue.submit(step.ticket, work, last=False)
         except Exception as e:
             step.ticket.error = step.ticket.error or e
         self.queue.submit(step.ticket, lambda: self._forward(step), last=False)
