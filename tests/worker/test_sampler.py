@@ -216,13 +216,14 @@ def test_state_written_at_admission_equals_state_built_token_by_token(device: st
     assert torch.equal(grown.recent[1], fresh.recent[1, -2:])
 
 
-def test_a_slot_forgets_its_former_owner(device: str) -> None:
-    """Lists of the sequence that had the slot before must not touch the one that has it now."""
+@pytest.mark.parametrize("least", [0, 3])
+def test_a_slot_forgets_its_former_owner(least: int, device: str) -> None:
+    """Lists of the sequence that had the slot before must not touch the one that has it now, which has none: not even ids that end it."""
     state = SamplingState(3, VOCAB, torch.device(device))
     rich = SamplingParams(temperature=0, logit_bias={4: 50.0}, min_tokens=3, stop_token_ids=[3])
     state.admit(1, RowSampling(rich, 0, [1], (), ((3,),)), [])
     state.admit(2, RowSampling(rich, 0, [1], (), ((3,),)), [])
-    state.admit(1, RowSampling(SamplingParams(temperature=0, presence_penalty=0.1), 0, [1]), [])
+    state.admit(1, RowSampling(SamplingParams(temperature=0, presence_penalty=0.1, min_tokens=least), 0, [1]), [])
     state.table = torch.from_numpy(state.host).to(device)
     logits = torch.zeros(2, VOCAB, device=device)
     logits[:, 3] = 1.0

@@ -129,7 +129,7 @@ class SamplingState:
         p = row.params
         if flags & EDITS:
             # Rows with edits go through every edit that some row of the step needs: what this slot lacks must be empty.
-            for flag, table in ((BIAS, self.bias_ids), (BIAS, self.bias), (BAD_WORDS, self.bad_last)):
+            for flag, table in ((BIAS, self.bias_ids), (BIAS, self.bias), (MIN_LENGTH, self.stop_ids), (BAD_WORDS, self.bad_last)):
                 if not flags & flag and table.data.shape[1]:
                     table.put(slot, [])
         if flags & BIAS:
