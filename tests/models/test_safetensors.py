@@ -337,6 +337,30 @@ def test_a_hostile_header_is_refused(header: bytes, named: str, tmp_path: Path) 
         SafetensorsSource([file])
 
 
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "no object": (7, "without data_offsets, 'w'"),
+    "backwards": ({"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}, "without data_offsets, 'w'"),
+    "before the data": ({"dtype": "F32", "shape": [3], "data_offsets": [-8, 4]}, "without data_offsets, 'w'"),
+    "three offsets": ({"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}, "without data_offsets, 'w'"),
+    "text offsets": ({"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}, "without data_offsets, 'w'"),
+    "no shape": ({"dtype": "F32", "data_offsets": [0, 4]}, "without dtype or shape, 'w'"),
+    "no dtype": ({"shape": [1], "data_offsets": [0, 4]}, "without dtype or shape, 'w'"),
+    "one number": ({"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}, "without dtype or shape, 'w'"),
+    "negative": ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "without dtype or shape, 'w'"),
+    "number as dtype": ({"dtype": 3, "shape": [1], "data_offsets": [0, 4]}, "without dtype or shape, 'w'"),
+    "huge": ({"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]}, "'w' is F32 .* and has 4 bytes; the file is damaged"),
+}
+
+
+@pytest.mark.parametrize(("entry", "named"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_entry_is_refused_before_anything_is_read(entry: Any, named: str, tmp_path: Path) -> None:
+    file, header = tmp_path / "model.safetensors", json.dumps({"w": entry}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(CheckpointError, match=named) as caught:
+        SafetensorsSource([file])
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["../model.safetensors", "/tmp/model.safetensors", "a/../../model.safetensors"])
 def test_an_index_does_not_lead_out_of_its_directory(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))

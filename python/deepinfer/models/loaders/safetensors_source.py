@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from ..config import read_json
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000
+_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,
+}  # fmt: skip
 
 
 def find_safetensors(directory: Path) -> tuple[Path, ...]:
@@ -43,6 +48,23 @@ def find_safetensors(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted(file for file in directory.glob("*.safetensors") if not file.name.startswith("consolidated")))
 
 
+def _natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_entry(path: Path, name: str, entry: Any) -> None:
+    """Raises ``CheckpointError`` unless an entry has a type, a shape and as many bytes as these say."""
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_natural, offsets)) or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{path}: header has an entry without data_offsets, {name!r}")
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not all(map(_natural, shape)):
+        raise CheckpointError(f"{path}: header has an entry without dtype or shape, {name!r}")
+    nbytes, bits = offsets[1] - offsets[0], _BITS.get(dtype)
+    if bits is not None and prod(shape) * bits != nbytes * 8:
+        raise CheckpointError(f"{path}: tensor {name!r} is {dtype} {shape} and has {nbytes} bytes; the file is damaged, fetch it again")
+
+
 def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Entries by name, and where the bytes that they count from begin."""
     size = path.stat().st_size
@@ -60,10 +82,9 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: header is not an object")
     header.pop("__metadata__", None)
-    try:
-        expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path}: header has an entry without data_offsets") from error
+    for name, entry in header.items():
+        _check_entry(path, name, entry)
+    expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size < expected:
         cut = next(name for name, entry in header.items() if 8 + length + entry["data_offsets"][1] > size)
         raise CheckpointError(f"{path} is truncated at tensor {cut!r}: expected {expected} bytes, the file has {size}")
