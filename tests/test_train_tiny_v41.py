@@ -170,6 +170,7 @@ def held_out(prompts: int, characters: int) -> list[str]:
     return engine_drafts.cut(corpus.split(list(corpus.texts(("stdlib",), 1000)))["held_out"], prompts, characters, 2)
 
 
+@pytest.mark.nightly
 def test_the_engine_accepts_the_drafts_that_the_training_form_would() -> None:
     found = engine_drafts.measure(EXAMPLE / "checkpoint", held_out(3, 250), 20, num_threads=1)
     assert found["same_tokens"] and found["blocks"] > 20

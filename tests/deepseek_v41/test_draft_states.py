@@ -107,7 +107,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, device: str) -> Callab
     ("overlap", "swapped", "n", "blocks"),
     [
         pytest.param(False, True, 3, 11, id="forks, swapped"),
-        pytest.param(False, False, 3, 11, id="forks, computed again"),
+        pytest.param(False, False, 3, 11, id="forks, computed again", marks=pytest.mark.nightly),
         pytest.param(True, True, 1, 6, id="overlapped, swapped"),
         pytest.param(True, False, 1, 6, id="overlapped, computed again", marks=pytest.mark.nightly),
         pytest.param(False, True, 1, 6, id="swapped", marks=pytest.mark.nightly),

@@ -178,7 +178,7 @@ class Everything:
         self.left.discard((position % 2, accepted))
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("most", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 3, 4)), 5])
 def test_caches_are_those_of_never_having_drafted(
     most: int, undrafted: Any, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
