@@ -31,6 +31,7 @@ HEIGHT = {
     "sampling": 0,
     "outputs": 0,
     "_core": 0,
+    "core_check": 0,
 }
 
 # What a crate may depend on inside the workspace, and which one may know Python.

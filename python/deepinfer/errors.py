@@ -101,6 +101,10 @@ class KvLayoutError(HandoverError):
     """The KV of two engines means different things (model, dtype, block size, format); the message names each field that differs."""
 
 
+class CoreMismatchError(DeepInferError, ImportError):
+    """The compiled core is missing, or of another version than the Python beside it."""
+
+
 class NoRoomError(HandoverError):
     """A completion engine was full for as long as a hand-over may take; nothing is wrong with the request, it can be sent again."""
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.engine.step_log import EngineMetrics, StepLog
+from deepinfer.engine.step_log import EngineMetrics, StepLog, keep_off
 from deepinfer.errors import ConfigError
 from deepinfer.sampling import SamplingParams
+from deepinfer.worker.device_queue import StepTimes
 from engine_kit import collect, make_engine, random_prompts, request, tiny_checkpoint
 
 LONG = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
@@ -35,17 +36,16 @@ def test_metrics_agree_with_what_was_run(device: str, overlap: bool) -> None:
         assert pool["free"] + pool["cached"] + pool["held"] + pool["parked"] + pool["reserved"] == pool["total"]
 
 
-def test_time_without_work_is_no_bubble(device: str) -> None:
-    import time
-
+def test_time_without_work_is_no_bubble(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step says that the device idled for 7 s before it: the first one after a rest does not count."""
     with make_engine(tiny_checkpoint("llama"), device) as engine:
-        for name in ("a", "b"):
+        monkeypatch.setattr(engine._runner, "times", lambda step: StepTimes(7.0, 0.0, 0.25, 0.0))
+        for name in ("a", "b", "c"):
             engine.add_request(request(name, [5, 6, 7], LONG))
             collect(engine)
-            time.sleep(0.5)
-        engine.add_request(request("c", [5, 6, 7], LONG))
-        collect(engine)
-        assert engine.counters.idle_s < 0.5
+        assert engine.counters.steps > 30
+        assert engine.counters.idle_s == 7.0 * (engine.counters.steps - 3)
+        assert engine.counters.device_s == 0.25 * engine.counters.steps
 
 
 def test_a_line_is_due_after_the_interval_and_only_if_a_step_ran(device: str) -> None:
@@ -69,6 +69,28 @@ def test_a_line_is_due_after_the_interval_and_only_if_a_step_ran(device: str) ->
     assert len(lines) == 1
     assert "12 steps" in lines[0] and "decode 11" in lines[0] and "running 0, waiting 0" in lines[0] and "hits 0 %" in lines[0]
     assert f"{12 / 10.5:.1f} tok/s out" in lines[0]
+
+
+def test_a_line_waits_until_nobody_writes_one(device: str) -> None:
+    now, out, open_line = [0.0], io.StringIO(), [True]
+    with make_engine(tiny_checkpoint("llama"), device) as engine:
+        log = StepLog(engine.metrics, 10.0, out, lambda: now[0])
+        engine.add_request(request("a", [5, 6, 7], LONG))
+        collect(engine)
+        with keep_off(lambda: open_line[0]):
+            for now[0] in (10.5, 15.0, 24.9):
+                log.tick()
+            assert out.getvalue() == ""
+            open_line[0] = False
+            now[0] = 25.0
+            log.tick()
+            assert out.getvalue().count("\n") == 1 and f"{12 / 25:.1f} tok/s out" in out.getvalue(), "of all the time that passed"
+            open_line[0] = True
+        engine.add_request(request("b", [5, 6, 7], LONG))
+        collect(engine)
+        now[0] = 40.0
+        log.tick()
+        assert out.getvalue().count("\n") == 2, "nobody writes any more"
 
 
 def test_quiet_engines_write_no_line(device: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,31 @@ def test_a_file_that_is_not_safetensors_is_named() -> None:
             load_model(resolve_model(str(directory)))
 
 
+@pytest.mark.parametrize(
+    ("spans", "size", "why"),
+    [
+        ({"a": [0, 8], "b": [8, 16]}, 17, "1 byte behind its last tensor"),
+        ({"a": [0, 8], "b": [4, 12]}, 12, "'b' overlaps tensor 'a'"),
+        ({"a": [0, 8], "b": [0, 8]}, 8, "'b' overlaps tensor 'a'"),
+        ({"a": [8, 16]}, 16, "'a' lies 8 bytes behind the header"),
+        ({"a": [12, 20], "b": [0, 8]}, 20, "'a' lies 4 bytes behind tensor 'b'"),
+    ],
+)
+def test_tensors_fill_a_file_without_gaps(tmp_path: Path, spans: dict[str, list[int]], size: int, why: str) -> None:
+    file = tmp_path / "odd.safetensors"
+
+    def write(places: dict[str, list[int]], size: int) -> None:
+        text = json.dumps({name: {"dtype": "F32", "shape": [2], "data_offsets": place} for name, place in places.items()}).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+
+    write({"a": [8, 16], "b": [0, 8]}, 16)
+    assert SafetensorsSource([file]).read("b").tolist() == [0, 0]
+    write(spans, size)
+    with pytest.raises(CheckpointError, match=why) as told:
+        SafetensorsSource([file])
+    assert "odd.safetensors" in str(told.value) and "\n" not in str(told.value)
+
+
 def test_old_leftovers_are_ignored() -> None:
     """Stored rotary frequencies, and a second copy of a tied head."""
     directory = save("llama")

@@ -152,10 +152,12 @@ class Conversation:
             console.note(f"an image cannot be read: {error}")
             return
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        from deepinfer.engine.step_log import keep_off
+
         said: list[str] = []
         try:
             stream = self._llm.stream(self._llm.chat_prompt([*system, *self.messages]), self._params)
-            with contextlib.closing(stream):
+            with contextlib.closing(stream), keep_off(console.line_open):
                 for output in stream:
                     for answer in output.outputs:
                         if answer.text:

@@ -17,6 +17,9 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 
 
+_ended = True  # whether stdout stands at the beginning of a line
+
+
 class UserError(Exception):
     """A mistake in how a command was called; printed on one line, exit code 2."""
 
@@ -50,13 +53,21 @@ def write_out(text: str) -> None:
 
     A lone surrogate cannot be encoded; it is replaced rather than ending the command.
     """
+    global _ended
     stream = sys.stdout
+    if text:
+        _ended = text.endswith("\n")
     try:
         stream.write(text)
     except UnicodeEncodeError:
         encoding = stream.encoding or "utf-8"
         stream.write(text.encode(encoding, "replace").decode(encoding))
     stream.flush()
+
+
+def line_open() -> bool:
+    """Whether the last line written to stdout has no end yet and what goes to stderr would land in it, both being terminals."""
+    return not _ended and sys.stdout.isatty() and sys.stderr.isatty()
 
 
 def read_stdin() -> str:

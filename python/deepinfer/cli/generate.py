@@ -90,13 +90,16 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 
 def _stream(llm: LLM, request: Any, params: SamplingParams) -> None:
+    from deepinfer.engine.step_log import keep_off
+
     last = ""
-    for output in llm.stream(request, params):
-        for answer in output.outputs:
-            if answer.text:
-                console.write_out(answer.text)
-                last = answer.text
-            check_answer(answer)
+    with keep_off(console.line_open):
+        for output in llm.stream(request, params):
+            for answer in output.outputs:
+                if answer.text:
+                    console.write_out(answer.text)
+                    last = answer.text
+                check_answer(answer)
     if not last.endswith("\n"):
         console.write_out("\n")
 

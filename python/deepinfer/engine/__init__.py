@@ -6,3 +6,7 @@ Modules: `config`, `environ`, `planner`, `assembly` set up; `engine`, `step_loop
 between ids and text; `tokenizer`, `chat_template`, `detokenizer`, `output_processor` make text; `async_engine` serves many callers;
 `hooks` and `roles` are for engines that do part of a request.
 """
+
+from deepinfer.core_check import check_core
+
+check_core()  # ahead of all modules here that use the core's names

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -128,6 +129,20 @@ class EngineMetrics:
         )
 
 
+_line_open: Callable[[], bool] | None = None
+
+
+@contextmanager
+def keep_off(line_open: Callable[[], bool]) -> Iterator[None]:
+    """Within the block lines wait while ``line_open()``: somebody is in the middle of a line of the terminal that they would go to."""
+    global _line_open
+    before, _line_open = _line_open, line_open
+    try:
+        yield
+    finally:
+        _line_open = before
+
+
 class StepLog:
     """Writes the line.
 
@@ -151,9 +166,10 @@ class StepLog:
         self._before: EngineMetrics | None = None
 
     def tick(self) -> None:
-        """To be called after each step: writes the line if it is due and a step ran since the last one."""
+        """To be called after each step: writes the line if it is due, a step ran since the last one, and no line is open (see
+        :func:`keep_off`)."""
         now = self._clock()
-        if now < self._due:
+        if now < self._due or (_line_open is not None and _line_open()):
             return
         after, before = self._read(), self._before
         if after.totals["steps"] > (0 if before is None else before.totals["steps"]):

@@ -196,7 +196,8 @@ class ModelRunner:
         return self.queue.times(step.ticket, step.before_ticket)
 
     def drain(self) -> None:
-        """Waits until nothing of what was handed over is left to run; failures stay with their steps."""
+        """Waits until nothing of what was handed over is left to run, for a caller that then fails every step launched so far: their
+        failures stay with them, and the next step follows none of them."""
         run_in_order(self.queue, lambda: None)
         self._last = None
 

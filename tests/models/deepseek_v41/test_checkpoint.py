@@ -51,7 +51,7 @@ def test_missing_tensors_are_listed_with_what_they_are(specs: list[ParameterSpec
 def test_tensors_of_another_plan_are_listed(specs: list[ParameterSpec], found: dict[str, Any]) -> None:
     found["layers.7.attn.compressor.wkv.weight"] = ("BF16", (64, 256))
     with pytest.raises(
-        CheckpointError, match=r"1 tensors have no place in it: layers\.7\.attn\.compressor\.wkv\.weight \(BF16 \[64, 256\]\)"
+        CheckpointError, match=r"1 tensor has no place in it: layers\.7\.attn\.compressor\.wkv\.weight \(BF16 \[64, 256\]\)"
     ):
         check_tensors(specs, found, "here")
 

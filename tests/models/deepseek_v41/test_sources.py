@@ -118,7 +118,7 @@ def test_other_packings_and_shapes(spoiled: Callable[..., Path], name: str, form
     def change(tensors: Tensors) -> None:
         tensors[name] = form(tensors[name])
 
-    refused(spoiled(change), rf"1 tensors are stored otherwise: {name} is ")
+    refused(spoiled(change), rf"1 tensor is stored otherwise: {name} is ")
 
 
 def test_a_truncated_shard_is_named(made: Path, tmp_path: Path) -> None:

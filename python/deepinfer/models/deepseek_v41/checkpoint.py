@@ -11,9 +11,9 @@ _LISTED = 10
 _WORDS = {Form.FP8: "FP8 elements", Form.FP4_PAIRS: "FP4 pairs", Form.SCALE: "ue8m0 scales", Form.PLAIN: "plain", Form.FLOAT32: "float32"}
 
 
-def _list(lines: list[str], what: str) -> str:
+def _list(lines: list[str], one: str, many: str) -> str:
     more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
-    return f"{len(lines)} {what}: {'; '.join(lines[:_LISTED])}{more}"
+    return f"{len(lines)} {one if len(lines) == 1 else many}: {'; '.join(lines[:_LISTED])}{more}"
 
 
 def _wanted(spec: ParameterSpec) -> str:
@@ -52,11 +52,11 @@ def check_tensors(
         reason = explain(name) if len(extra) < _LISTED else None
         extra.append(f"{name} ({found[name][0]} {list(found[name][1])}{'' if reason is None else f': {reason}'})")
     problems = [
-        _list(lines, what)
-        for lines, what in (
-            (missing, "tensors are missing"),
-            (extra, "tensors have no place in it"),
-            (wrong, "tensors are stored otherwise"),
+        _list(lines, one, many)
+        for lines, one, many in (
+            (missing, "tensor is missing", "tensors are missing"),
+            (extra, "tensor has no place in it", "tensors have no place in it"),
+            (wrong, "tensor is stored otherwise", "tensors are stored otherwise"),
         )
         if lines
     ]

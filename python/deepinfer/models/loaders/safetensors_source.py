@@ -88,6 +88,15 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     if size < expected:
         cut = next(name for name, entry in header.items() if 8 + length + entry["data_offsets"][1] > size)
         raise CheckpointError(f"{path} is truncated at tensor {cut!r}: expected {expected} bytes, the file has {size}")
+    if size > expected:
+        more = f"{size - expected} byte{'' if size == expected + 1 else 's'}"
+        raise CheckpointError(f"{path} has {more} behind its last tensor; the file is damaged, fetch it again")
+    behind, before = 0, "the header"
+    for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
+        if begin != behind:
+            what = "overlaps" if begin < behind else f"lies {begin - behind} bytes behind"
+            raise CheckpointError(f"{path}: tensor {name!r} {what} {before}; the file is damaged, fetch it again")
+        behind, before = end, f"tensor {name!r}"
     return header, 8 + length
 
 
