@@ -268,5 +268,7 @@ def write_checkpoint(where: Path, fields: Mapping[str, Any], given: Mapping[str,
         file = f"model-{number:05}-of-00002.safetensors"
         save_file({name: given[name].contiguous() for name in part}, where / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(part, file))
-    (where / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
+    total = sum(value.nbytes for value in given.values())
+    found = {"metadata": {"total_size": total}, "weight_map": index}
+    (where / "model.safetensors.index.json").write_text(json.dumps(found), encoding="utf-8")
     return where

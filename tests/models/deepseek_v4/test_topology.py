@@ -125,6 +125,8 @@ def test_a_layer_at_a_time_counts_towards_the_reach_of_hits() -> None:
         ({"qk_rope_head_dim": 15, "partial_rotary_factor": None}, "'qk_rope_head_dim' = 15 must be even"),
         ({"o_groups": 3}, "'num_attention_heads' = 8 and 'o_groups' = 3 disagree"),
         ({"num_experts_per_tok": 9}, "'num_experts_per_tok' = 9 and 'n_routed_experts' = 8 disagree"),
+        ({"num_experts_per_tok": 1}, "'num_experts_per_tok' = 1 is not implemented .*; 2 and more are"),
+        ({"sliding_window": 1}, "'sliding_window' = 1 is not implemented .*; 2 and more are"),
         ({"scoring_func": "sigmoid"}, "'scoring_func' = 'sigmoid' is not implemented; 'sqrtsoftplus' is"),
         ({"norm_topk_prob": False}, "'norm_topk_prob' = False is not implemented"),
         ({"engram_layer_ids": [1]}, "not implemented: engram_layer_ids"),

@@ -33,7 +33,7 @@ def window_hits(t: DeepseekV4Topology, page_tokens: int, backtracking: int) -> W
     """
     window, writer = t.attention.window, t.sources[-1].index
     before = max((plan.ratio for plan in t.sources if plan.overlaps), default=0)
-    encoder = writer + (-(-before // (window - 1)) if window > 1 else 0)
+    encoder = writer + -(-before // (window - 1))
     return WindowHits(encoder, len(t.layers) - writer, window, page_tokens, backtracking)
 
 

@@ -199,8 +199,14 @@ def _refuse_quantised(fields: Mapping[str, Any]) -> None:
             )
 
 
+def _check_least_two(fields: Mapping[str, Any], name: str, why: str) -> None:
+    if required_int(fields, name) < 2:
+        raise UnsupportedConfigError(f"config field {name!r} = {fields[name]} is not implemented ({why}); 2 and more are")
+
+
 def _moe(fields: Mapping[str, Any]) -> MoeSizes:
     check_most(fields, "num_experts_per_tok", "n_routed_experts")
+    _check_least_two(fields, "num_experts_per_tok", "the weight of a single expert would be its score, or 1 by another reading")
     return MoeSizes(
         width=required_int(fields, "moe_intermediate_size"),
         experts=required_int(fields, "n_routed_experts"),
@@ -215,6 +221,7 @@ def _moe(fields: Mapping[str, Any]) -> MoeSizes:
 
 def _attention(fields: Mapping[str, Any]) -> AttentionSizes:
     check_heads(fields)
+    _check_least_two(fields, "sliding_window", "what entries pool reaches further back than windows of one token")
     return AttentionSizes(
         heads=required_int(fields, "num_attention_heads"),
         head_dim=required_int(fields, "head_dim"),
