@@ -1,7 +1,7 @@
 //! The KV store: objects named by chain hash, which outlive the engine that made them and are shared by every engine that asks.
 //!
 //! Owns: identity and records of objects ([`key`], [`object`]), where their bytes lie ([`media`], and [`backend`] below it), which
-//! are kept ([`index`], [`policy`]), how a loss is made good ([`erasure`]).
+//! are kept ([`index`], [`policy`]), how a loss is made good ([`erasure`]), and how all of it is reached ([`server`], [`client`], [`wire`]).
 //!
 //! Never touches: what the bytes of an object mean, devices, sequences, Python. It computes no chain hash: keys come from the engine.
 //!
@@ -10,6 +10,7 @@
 
 pub mod catalogue;
 pub mod checksum;
+pub mod client;
 pub mod clock;
 pub mod directory;
 pub mod erasure;
@@ -17,11 +18,15 @@ pub mod error;
 pub mod index;
 pub mod key;
 pub mod media;
+pub mod net;
 pub mod object;
 pub mod policy;
 pub mod record;
 pub mod root;
+pub mod server;
 pub mod store;
+pub mod tls;
+pub mod wire;
 
 pub use error::Error;
 pub use key::{Key, Kind, ObjectId};

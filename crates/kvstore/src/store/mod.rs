@@ -231,6 +231,26 @@ impl Store {
         self.catalogue.tenant(name)
     }
 
+    /// Its sizes and bounds.
+    pub fn config(&self) -> &StoreConfig {
+        &self.config
+    }
+
+    /// All tenants by name, with the bytes of their objects.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn tenants(&self) -> Result<Vec<(String, Tenant, u64)>, Error> {
+        let named = self.catalogue.tenants()?;
+        let kept = self.kept();
+        let bytes = |tenant: &Tenant| kept.retention.index().usage(tenant.id).bytes;
+        let with_bytes = |(name, tenant): (String, Tenant)| {
+            let bytes = bytes(&tenant);
+            (name, tenant, bytes)
+        };
+        Ok(named.into_iter().map(with_bytes).collect())
+    }
+
     /// Sets or lifts the bound of bytes of a tenant. What it has above the bound is evicted at once, its own only.
     ///
     /// # Errors

@@ -1,0 +1,152 @@
+//! Reading fields of a body one after the other, never beyond its end.
+
+use crate::error::Error;
+use crate::key::Key;
+
+/// A body that is none: says what is wrong with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Malformed(pub &'static str);
+
+impl From<Malformed> for Error {
+    fn from(malformed: Malformed) -> Self {
+        Self::Invalid(malformed.0.to_owned())
+    }
+}
+
+/// Takes fields from the front of a body.
+pub struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    /// At the beginning of `bytes`.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { rest: bytes }
+    }
+
+    /// The next `len` bytes.
+    ///
+    /// # Errors
+    /// [`Malformed`]: fewer are left. So for all that follow.
+    pub fn bytes(&mut self, len: usize) -> Result<&'a [u8], Malformed> {
+        let (front, rest) = self.rest.split_at_checked(len).ok_or(Malformed("a body ends too soon"))?;
+        self.rest = rest;
+        Ok(front)
+    }
+
+    /// The next `N` bytes.
+    ///
+    /// # Errors
+    /// See [`Reader::bytes`].
+    pub fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.bytes(N)?);
+        Ok(array)
+    }
+
+    /// A byte.
+    ///
+    /// # Errors
+    /// See [`Reader::bytes`].
+    pub fn u8(&mut self) -> Result<u8, Malformed> {
+        Ok(self.array::<1>()?[0])
+    }
+
+    /// Two bytes.
+    ///
+    /// # Errors
+    /// See [`Reader::bytes`].
+    pub fn u16(&mut self) -> Result<u16, Malformed> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    /// Four bytes.
+    ///
+    /// # Errors
+    /// See [`Reader::bytes`].
+    pub fn u32(&mut self) -> Result<u32, Malformed> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    /// Eight bytes.
+    ///
+    /// # Errors
+    /// See [`Reader::bytes`].
+    pub fn u64(&mut self) -> Result<u64, Malformed> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    /// A key.
+    ///
+    /// # Errors
+    /// See [`Reader::bytes`].
+    pub fn key(&mut self) -> Result<Key, Malformed> {
+        Ok(Key::from_bytes(self.array()?))
+    }
+
+    /// A count of items of `each` bytes at least: believed only if so much is left, and no more than `most`.
+    ///
+    /// # Errors
+    /// [`Malformed`] otherwise.
+    pub fn count(&mut self, each: usize, most: usize) -> Result<usize, Malformed> {
+        let count = self.u32()? as usize;
+        if count > most {
+            return Err(Malformed("too many items in one request"));
+        }
+        if count * each > self.rest.len() {
+            return Err(Malformed("a body ends too soon"));
+        }
+        Ok(count)
+    }
+
+    /// Text of a length told before it in one byte.
+    ///
+    /// # Errors
+    /// [`Malformed`] also for what is no UTF-8.
+    pub fn text(&mut self) -> Result<&'a str, Malformed> {
+        let len = usize::from(self.u8()?);
+        std::str::from_utf8(self.bytes(len)?).map_err(|_| Malformed("text is no UTF-8"))
+    }
+
+    /// What is left.
+    pub fn rest(self) -> &'a [u8] {
+        self.rest
+    }
+
+    /// Checks that nothing is left.
+    ///
+    /// # Errors
+    /// [`Malformed`] otherwise.
+    pub fn end(self) -> Result<(), Malformed> {
+        if self.rest.is_empty() { Ok(()) } else { Err(Malformed("a body goes on after its end")) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn fields_end_with_the_body() {
+        let bytes = [1, 2, 0, 3, 0, 0, 0, 2, b'h', b'i'];
+        let mut reader = Reader::new(&bytes);
+        assert_eq!((reader.u8().unwrap(), reader.u16().unwrap(), reader.u32().unwrap()), (1, 2, 3));
+        assert_eq!(reader.text().unwrap(), "hi");
+        assert!(reader.u8().is_err());
+        assert!(reader.end().is_ok());
+    }
+
+    #[test]
+    fn a_count_is_held_to_what_is_there() {
+        let mut body = u32::MAX.to_le_bytes().to_vec();
+        body.extend([0; 32]);
+        assert_eq!(Reader::new(&body).count(16, 4096), Err(Malformed("too many items in one request")));
+        assert_eq!(Reader::new(&body).count(16, usize::MAX), Err(Malformed("a body ends too soon")));
+        body[..4].copy_from_slice(&3u32.to_le_bytes());
+        assert!(Reader::new(&body).count(16, 4096).is_err());
+        body[..4].copy_from_slice(&2u32.to_le_bytes());
+        assert_eq!(Reader::new(&body).count(16, 4096), Ok(2));
+    }
+}

@@ -1,0 +1,186 @@
+//! What a client and a server say to each other: frames of little-endian fields over any stream of bytes.
+//!
+//! Owns: the words of the protocol, their bounds, how roles are proved. Never touches: sockets, the store.
+//!
+//! A frame is a header of 16 bytes and a body. Whoever reads one knows its length before it takes memory for it, and no count within a
+//! body is believed before the body was seen to hold so many.
+//!
+//! A conversation: the server greets with a nonce; the client says who it is and proves the roles that it wants; then requests, each
+//! answered in order by a frame with the same number. `Write` alone has no answer: what was wrong with it is told at the commit.
+
+mod fields;
+mod hello;
+mod message;
+
+pub use fields::{Malformed, Reader};
+pub use hello::{Greeting, Hello, Proof, Role, Roles, Welcome};
+pub use message::{
+    Answer, AnswerStart, CheckAnswer, CheckRequest, GetItem, GetRequest, MetaFields, Outcome, WriteHead,
+    decode_outcomes, decode_put_ids, decode_start, decode_started, encode_outcomes, encode_put_ids, encode_start,
+    encode_started,
+};
+
+/// Raised whenever a word changes its meaning. A client and a server of different versions part at the greeting.
+pub const VERSION: u16 = 1;
+
+/// First bytes of a greeting: whoever connects to the wrong port learns it at once.
+pub const MAGIC: [u8; 4] = *b"DIKV";
+
+/// Bytes of a frame's header.
+pub const HEADER: usize = 16;
+
+/// Longest body of anything but bytes of objects: a chain of the greatest length, with room.
+pub const MAX_BODY: usize = 1 << 20;
+
+/// Most bytes of an object in one `Write`.
+pub const MAX_WRITE: usize = 1 << 20;
+
+/// Most objects named in one request.
+pub const MAX_ITEMS: usize = 4096;
+
+/// What a frame asks for, or what it answers with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Op {
+    /// Longest present prefix of a chain.
+    Check = 1,
+    /// Bytes of objects.
+    Get = 2,
+    /// Begin puts.
+    Start = 3,
+    /// Bytes of a put: no answer.
+    Write = 4,
+    /// Make puts durable and visible.
+    Commit = 5,
+    /// Give puts up.
+    Revoke = 6,
+    /// Nothing: is anybody there?
+    Ping = 7,
+    /// A command of an operator: one word and its arguments, as JSON.
+    Admin = 8,
+    /// An answer.
+    Answer = 9,
+}
+
+impl Op {
+    fn from_byte(byte: u8) -> Option<Self> {
+        Some(match byte {
+            1 => Self::Check,
+            2 => Self::Get,
+            3 => Self::Start,
+            4 => Self::Write,
+            5 => Self::Commit,
+            6 => Self::Revoke,
+            7 => Self::Ping,
+            8 => Self::Admin,
+            9 => Self::Answer,
+            _ => return None,
+        })
+    }
+}
+
+/// How a request ended as a whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Status {
+    /// Done: what became of each item is in the body.
+    Done = 0,
+    /// The request makes no sense; the body says why.
+    Invalid = 1,
+    /// The connection has not proved the role.
+    Forbidden = 2,
+    /// Too many connections or too much memory in use: try again later.
+    Busy = 3,
+    /// The server is going away.
+    Leaving = 4,
+    /// A disk or a service failed; the body says which.
+    Failed = 5,
+}
+
+impl Status {
+    fn from_byte(byte: u8) -> Option<Self> {
+        Some(match byte {
+            0 => Self::Done,
+            1 => Self::Invalid,
+            2 => Self::Forbidden,
+            3 => Self::Busy,
+            4 => Self::Leaving,
+            5 => Self::Failed,
+            _ => return None,
+        })
+    }
+}
+
+/// Header of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What it is.
+    pub op: Op,
+    /// Of an answer; `Done` in a request.
+    pub status: Status,
+    /// Number of the request.
+    pub number: u32,
+    /// Bytes of the body.
+    pub len: u32,
+}
+
+impl Header {
+    /// As it travels.
+    pub fn encode(self) -> [u8; HEADER] {
+        let mut bytes = [0; HEADER];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4] = self.op as u8;
+        bytes[5] = self.status as u8;
+        bytes[8..12].copy_from_slice(&self.number.to_le_bytes());
+        bytes[12..].copy_from_slice(&self.len.to_le_bytes());
+        bytes
+    }
+
+    /// # Errors
+    /// [`Malformed`] for anything that is no header.
+    pub fn decode(bytes: &[u8; HEADER]) -> Result<Self, Malformed> {
+        let mut reader = Reader::new(bytes);
+        if reader.array::<4>()? != MAGIC {
+            return Err(Malformed("a frame does not begin as one"));
+        }
+        let op = Op::from_byte(reader.u8()?).ok_or(Malformed("an operation nobody knows"))?;
+        let status = Status::from_byte(reader.u8()?).ok_or(Malformed("a status nobody knows"))?;
+        if reader.array::<2>()? != [0; 2] {
+            return Err(Malformed("reserved bytes are set"));
+        }
+        Ok(Self { op, status, number: reader.u32()?, len: reader.u32()? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn headers_are_read_as_they_are_written() {
+        for op in [Op::Check, Op::Get, Op::Start, Op::Write, Op::Commit, Op::Revoke, Op::Ping, Op::Admin, Op::Answer] {
+            for status in
+                [Status::Done, Status::Invalid, Status::Forbidden, Status::Busy, Status::Leaving, Status::Failed]
+            {
+                let header = Header { op, status, number: 0x0102_0304, len: 77 };
+                assert_eq!(Header::decode(&header.encode()).unwrap(), header);
+            }
+        }
+    }
+
+    #[test]
+    fn a_flipped_bit_of_the_first_bytes_is_no_header() {
+        let good = Header { op: Op::Check, status: Status::Done, number: 1, len: 0 }.encode();
+        for bit in 0..32 {
+            let mut bytes = good;
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            assert!(Header::decode(&bytes).is_err(), "bit {bit}");
+        }
+        for (at, byte) in [(4, 0), (4, 200), (5, 9), (6, 1), (7, 1)] {
+            let mut bytes = good;
+            bytes[at] = byte;
+            assert!(Header::decode(&bytes).is_err(), "byte {at}");
+        }
+    }
+}
