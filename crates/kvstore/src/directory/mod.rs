@@ -8,6 +8,8 @@
 
 mod members;
 mod merge;
+#[cfg(feature = "redis")]
+pub mod soft;
 
 pub use members::{Members, Part};
 pub use merge::{Directory, Found, Plan};

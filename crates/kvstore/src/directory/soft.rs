@@ -1,0 +1,476 @@
+//! The directory in a Valkey or Redis server or cluster: for media that every process can read (an object store, a mounted directory), so that
+//! one finds what another wrote without an entry point between them.
+//!
+//! Soft state: everything here can be lost, and is then written again or recovered from the media. Keys carry their class's time to live,
+//! which begins again when a chain through them is asked for. A server that does not answer means misses; it is asked again after a while.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use redis::cluster::{ClusterClient, ClusterConnection, cluster_pipe};
+use redis::{Client, Cmd, Connection, FromRedisValue, RedisResult, Value, cmd};
+
+use crate::error::Error;
+use crate::index::check_chain;
+use crate::key::{Key, Kind, ObjectId};
+use crate::media::Place;
+use crate::object::{Class, Meta, TenantId};
+use crate::policy::Lifetimes;
+
+/// Keys asked for in the first round trip of a check; each further one asks for four times as many.
+const FIRST_ROUND: usize = 64;
+
+/// Keys of a round trip at most.
+const MAX_ROUND: usize = 4096;
+
+/// Connections kept while nobody uses them.
+const MAX_IDLE: usize = 8;
+
+/// Where the server is and how it is used.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// URLs, `redis://host:port`. More than one, or `cluster`, is a cluster.
+    pub servers: Vec<String>,
+    /// Whether a single URL names a member of a cluster.
+    pub cluster: bool,
+    /// First part of every key, to share a server: lower-case letters, digits and dashes.
+    pub prefix: String,
+    /// How long a connection or an answer may take.
+    pub timeout: Duration,
+    /// How long a server that failed is left alone.
+    pub retry: Duration,
+    /// Times to live, by class.
+    pub lifetimes: Lifetimes,
+}
+
+impl Settings {
+    /// For one server.
+    pub fn new(server: impl Into<String>) -> Self {
+        Self {
+            servers: vec![server.into()],
+            cluster: false,
+            prefix: "deepinfer".into(),
+            timeout: Duration::from_millis(250),
+            retry: Duration::from_secs(1),
+            lifetimes: Lifetimes::default(),
+        }
+    }
+}
+
+/// Where an object is said to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hint {
+    /// What it is.
+    pub meta: Meta,
+    /// Where its record lies.
+    pub place: Place,
+}
+
+/// What was counted since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Keys asked for.
+    pub asked: u64,
+    /// Keys found.
+    pub found: u64,
+    /// Keys not asked for because the server was left alone, or whose answer did not come.
+    pub unanswered: u64,
+    /// Calls that failed.
+    pub failures: u64,
+    /// Values that are none of ours.
+    pub malformed: u64,
+}
+
+#[derive(Debug, Default)]
+struct Atomics {
+    asked: AtomicU64,
+    found: AtomicU64,
+    unanswered: AtomicU64,
+    failures: AtomicU64,
+    malformed: AtomicU64,
+}
+
+enum Opener {
+    One(Client),
+    Cluster(ClusterClient),
+}
+
+enum Link {
+    One(Connection),
+    Cluster(Box<ClusterConnection>),
+}
+
+impl Link {
+    fn query<T: FromRedisValue>(&mut self, commands: &[Cmd], timeout: Duration) -> RedisResult<T> {
+        match self {
+            // Read one by one: the library's own pipeline waits for every answer before it tells of the first that did not come.
+            Self::One(connection) => {
+                let end = Instant::now() + timeout;
+                let packed: Vec<u8> = commands.iter().flat_map(Cmd::get_packed_command).collect();
+                connection.send_packed_command(&packed)?;
+                let mut answers = Vec::with_capacity(commands.len());
+                for _ in commands {
+                    let left = end.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
+                    }
+                    answers.push(connection.recv_response()?.extract_error()?);
+                }
+                Ok(redis::from_redis_value(Value::Array(answers))?)
+            }
+            // Here it cannot be avoided, so that nodes that hang are found first.
+            Self::Cluster(connection) => {
+                if !connection.check_connection() {
+                    return Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
+                }
+                let mut all = cluster_pipe();
+                for command in commands {
+                    all.add_command(command.clone());
+                }
+                all.query(connection.as_mut())
+            }
+        }
+    }
+}
+
+/// A client of the server. Calls wait for it, no longer than its time-out for each round trip; any thread may call.
+pub struct SoftDirectory {
+    settings: Settings,
+    opener: Opener,
+    idle: Mutex<Vec<Link>>,
+    down_until: Mutex<Option<Instant>>,
+    counters: Atomics,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn refused(error: &redis::RedisError) -> Error {
+    Error::Unavailable(format!("directory server: {error}"))
+}
+
+impl SoftDirectory {
+    /// Connects with the first call, not here: a server that is down is no error.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a URL or prefix that is none.
+    pub fn new(settings: Settings) -> Result<Self, Error> {
+        let fits = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+        if settings.prefix.is_empty() || settings.prefix.len() > 32 || !settings.prefix.bytes().all(fits) {
+            return Err(Error::Invalid("a directory's prefix is 1 to 32 lower-case letters, digits and dashes".into()));
+        }
+        let bad = |error: &redis::RedisError| Error::Invalid(format!("directory server: {error}"));
+        let opener = match settings.servers.as_slice() {
+            [] => return Err(Error::Invalid("a directory needs the URL of a server".into())),
+            [one] if !settings.cluster => Opener::One(Client::open(one.as_str()).map_err(|error| bad(&error))?),
+            many => {
+                let builder = ClusterClient::builder(many.iter().map(String::as_str));
+                let builder =
+                    builder.connection_timeout(settings.timeout).response_timeout(settings.timeout).retries(1);
+                Opener::Cluster(builder.build().map_err(|error| bad(&error))?)
+            }
+        };
+        Ok(Self {
+            settings,
+            opener,
+            idle: Mutex::default(),
+            down_until: Mutex::default(),
+            counters: Atomics::default(),
+        })
+    }
+
+    fn open(&self) -> RedisResult<Link> {
+        match &self.opener {
+            Opener::One(client) => {
+                let connection = client.get_connection_with_timeout(self.settings.timeout)?;
+                connection.set_read_timeout(Some(self.settings.timeout))?;
+                connection.set_write_timeout(Some(self.settings.timeout))?;
+                Ok(Link::One(connection))
+            }
+            Opener::Cluster(client) => {
+                let connection = client.get_connection()?;
+                connection.set_read_timeout(Some(self.settings.timeout))?;
+                connection.set_write_timeout(Some(self.settings.timeout))?;
+                Ok(Link::Cluster(Box::new(connection)))
+            }
+        }
+    }
+
+    /// Whether the server is asked at all now.
+    pub fn is_up(&self) -> bool {
+        lock(&self.down_until).is_none_or(|until| Instant::now() >= until)
+    }
+
+    // One round trip. A connection that was idle may have been closed meanwhile, so a failure on one is tried again on a fresh one.
+    fn call<T: FromRedisValue>(&self, commands: &[Cmd]) -> Result<T, Error> {
+        if !self.is_up() {
+            return Err(Error::Unavailable("directory server: left alone after a failure".into()));
+        }
+        let idle = lock(&self.idle).pop();
+        let mut outcome = match idle {
+            Some(mut link) => link.query(commands, self.settings.timeout).map(|value| (link, value)),
+            None => self.fresh(commands),
+        };
+        if outcome
+            .as_ref()
+            .is_err_and(|error| error.is_connection_dropped() || error.is_io_error() && !error.is_timeout())
+        {
+            lock(&self.idle).clear();
+            outcome = self.fresh(commands);
+        }
+        match outcome {
+            Ok((link, value)) => {
+                *lock(&self.down_until) = None;
+                let mut idle = lock(&self.idle);
+                if idle.len() < MAX_IDLE {
+                    idle.push(link);
+                }
+                Ok(value)
+            }
+            Err(error) => {
+                self.counters.failures.fetch_add(1, Ordering::Relaxed);
+                *lock(&self.down_until) = Some(Instant::now() + self.settings.retry);
+                Err(refused(&error))
+            }
+        }
+    }
+
+    fn fresh<T: FromRedisValue>(&self, commands: &[Cmd]) -> RedisResult<(Link, T)> {
+        let mut link = self.open()?;
+        let value = link.query(commands, self.settings.timeout)?;
+        Ok((link, value))
+    }
+
+    // Fixed length, of our making: nothing else becomes a key.
+    fn name(&self, id: ObjectId) -> String {
+        let kind = match id.kind {
+            Kind::Block => 'b',
+            Kind::Slice => 's',
+        };
+        format!("{}:{kind}:{}", self.settings.prefix, id.key)
+    }
+
+    /// Says where objects are. An entry that was there is replaced: a record may have been copied.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`]; nothing is lost by it but hits.
+    pub fn publish(&self, hints: &[Hint]) -> Result<(), Error> {
+        for round in hints.chunks(MAX_ROUND) {
+            let commands: Vec<Cmd> = round
+                .iter()
+                .map(|hint| {
+                    let mut set = cmd("SET");
+                    let life = self.settings.lifetimes.of(hint.meta.class).max(1);
+                    set.arg(self.name(hint.meta.id)).arg(&encode(hint)[..]).arg("EX").arg(life);
+                    set
+                })
+                .collect();
+            let _: Vec<Value> = self.call(&commands)?;
+        }
+        Ok(())
+    }
+
+    /// Forgets objects: they were deleted, or read and found wrong.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`]; then they are stale hints until their time is up.
+    pub fn forget(&self, ids: &[ObjectId]) -> Result<(), Error> {
+        for round in ids.chunks(MAX_ROUND) {
+            let commands: Vec<Cmd> = round
+                .iter()
+                .map(|&id| {
+                    let mut del = cmd("DEL");
+                    del.arg(self.name(id));
+                    del
+                })
+                .collect();
+            let _: Vec<Value> = self.call(&commands)?;
+        }
+        Ok(())
+    }
+
+    /// Where objects are said to be, in the order asked; no answer is a miss.
+    pub fn find(&self, ids: &[ObjectId]) -> Vec<Option<Hint>> {
+        ids.chunks(MAX_ROUND).flat_map(|round| self.find_round(round)).collect()
+    }
+
+    fn find_round(&self, ids: &[ObjectId]) -> Vec<Option<Hint>> {
+        let commands: Vec<Cmd> = ids
+            .iter()
+            .map(|&id| {
+                let mut get = cmd("GET");
+                get.arg(self.name(id));
+                get
+            })
+            .collect();
+        self.counters.asked.fetch_add(ids.len() as u64, Ordering::Relaxed);
+        let Ok(values) = self.call::<Vec<Option<Vec<u8>>>>(&commands) else {
+            self.counters.unanswered.fetch_add(ids.len() as u64, Ordering::Relaxed);
+            return vec![None; ids.len()];
+        };
+        let read = |(&id, value): (&ObjectId, Option<Vec<u8>>)| {
+            let value = value?;
+            let hint = decode(id, &value);
+            let counter = if hint.is_some() { &self.counters.found } else { &self.counters.malformed };
+            counter.fetch_add(1, Ordering::Relaxed);
+            hint
+        };
+        let mut found: Vec<Option<Hint>> = ids.iter().zip(values).map(read).collect();
+        found.resize(ids.len(), None);
+        found
+    }
+
+    /// The blocks of a chain from its first to the one before the first that is missing, their times to live beginning again.
+    /// Entries run out one by one, so presence is not taken to be a prefix: every key is looked at.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a chain over [`crate::index::MAX_CHAIN`]; a server that fails is no error, the chain ends there.
+    pub fn check(&self, keys: &[Key]) -> Result<Vec<Hint>, Error> {
+        check_chain(keys)?;
+        let mut chain: Vec<Hint> = Vec::new();
+        let mut round = FIRST_ROUND;
+        while chain.len() < keys.len() {
+            let end = keys.len().min(chain.len() + round);
+            let ids: Vec<ObjectId> =
+                keys[chain.len()..end].iter().map(|&key| ObjectId { kind: Kind::Block, key }).collect();
+            let found = self.find_round(&ids);
+            chain.extend(found.into_iter().map_while(|hint| hint));
+            if chain.len() < end {
+                break;
+            }
+            round = (4 * round).min(MAX_ROUND);
+        }
+        // A chain that shares a key by accident does not count.
+        let linked = |at: usize| at == 0 || chain[at].meta.parent == Some(keys[at - 1]);
+        let whole = (0..chain.len()).take_while(|&at| linked(at)).count();
+        chain.truncate(whole);
+        let ids: Vec<(ObjectId, Class)> = chain.iter().map(|hint| (hint.meta.id, hint.meta.class)).collect();
+        self.touch(&ids);
+        Ok(chain)
+    }
+
+    /// Begins times to live again; what is not there stays away.
+    pub fn touch(&self, ids: &[(ObjectId, Class)]) {
+        for round in ids.chunks(MAX_ROUND) {
+            let commands: Vec<Cmd> = round
+                .iter()
+                .map(|&(id, class)| {
+                    let mut expire = cmd("EXPIRE");
+                    expire.arg(self.name(id)).arg(self.settings.lifetimes.of(class).max(1));
+                    expire
+                })
+                .collect();
+            // Not done: they run out sooner than they might.
+            if self.call::<Vec<Value>>(&commands).is_err() {
+                return;
+            }
+        }
+    }
+
+    /// What was counted.
+    pub fn counters(&self) -> Counters {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Counters {
+            asked: get(&self.counters.asked),
+            found: get(&self.counters.found),
+            unanswered: get(&self.counters.unanswered),
+            failures: get(&self.counters.failures),
+            malformed: get(&self.counters.malformed),
+        }
+    }
+}
+
+/// Bytes of a value.
+const VALUE: usize = 48;
+const VERSION: u8 = 1;
+
+// Little endian: version, class, whether there is a parent, 0, tenant, 0 (2), length, written, checksum, segment, offset, parent.
+fn encode(hint: &Hint) -> [u8; VALUE] {
+    let meta = &hint.meta;
+    let mut value = [0; VALUE];
+    value[0] = VERSION;
+    value[1] = meta.class as u8;
+    value[2] = u8::from(meta.parent.is_some());
+    value[4..6].copy_from_slice(&meta.tenant.0.to_le_bytes());
+    value[8..12].copy_from_slice(&meta.len.to_le_bytes());
+    value[12..16].copy_from_slice(&meta.written.to_le_bytes());
+    value[16..24].copy_from_slice(&meta.checksum.to_le_bytes());
+    value[24..28].copy_from_slice(&hint.place.segment.to_le_bytes());
+    value[28..32].copy_from_slice(&hint.place.offset.to_le_bytes());
+    value[32..48].copy_from_slice(&meta.parent.map_or([0; 16], Key::to_bytes));
+    value
+}
+
+// Whoever may write to the server may write anything: what does not have our form is a miss, and the rest is held to its record's header.
+fn decode(id: ObjectId, value: &[u8]) -> Option<Hint> {
+    let value: &[u8; VALUE] = value.try_into().ok()?;
+    let word = |at: usize| u32::from_le_bytes([value[at], value[at + 1], value[at + 2], value[at + 3]]);
+    let parent_bytes: [u8; 16] = value[32..].try_into().ok()?;
+    let parent = match value[2] {
+        0 if parent_bytes == [0; 16] => None,
+        1 => Some(Key::from_bytes(parent_bytes)),
+        _ => return None,
+    };
+    if value[0] != VERSION || value[3] != 0 || value[6..8] != [0, 0] {
+        return None;
+    }
+    let meta = Meta {
+        id,
+        parent,
+        tenant: TenantId(u16::from_le_bytes([value[4], value[5]])),
+        class: Class::from_byte(value[1])?,
+        len: word(8),
+        checksum: u64::from(word(16)) | u64::from(word(20)) << 32,
+        written: word(12),
+    };
+    Some(Hint { meta, place: Place { segment: word(24), offset: word(28) } })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_value_is_read_as_it_is_written_or_not_at_all() {
+        let id = ObjectId { kind: Kind::Block, key: Key(7) };
+        let meta = Meta {
+            id,
+            parent: Some(Key(0x0123_4567_89ab_cdef_0011_2233_4455_6677)),
+            tenant: TenantId(513),
+            class: Class::Agent,
+            len: 113_920,
+            checksum: 0xfedc_ba98_7654_3210,
+            written: 1_800_000_000,
+        };
+        let hint = Hint { meta, place: Place { segment: 77, offset: 4_000_000_000 } };
+        let value = encode(&hint);
+        assert_eq!(decode(id, &value), Some(hint));
+        let root = Hint { meta: Meta { parent: None, ..meta }, ..hint };
+        assert_eq!(decode(id, &encode(&root)), Some(root));
+        assert_eq!(decode(id, &value[1..]), None);
+        assert_eq!(decode(id, b""), None);
+        for (at, byte) in [(0, 2), (1, 9), (2, 2), (2, 0), (3, 1), (7, 1)] {
+            let mut other = value;
+            other[at] = byte;
+            assert_eq!(decode(id, &other), None, "byte {at}");
+        }
+    }
+
+    #[test]
+    fn settings_are_held_to_their_form() {
+        let with = |change: &dyn Fn(&mut Settings)| {
+            let mut settings = Settings::new("redis://127.0.0.1:1");
+            change(&mut settings);
+            SoftDirectory::new(settings).map(|_| ())
+        };
+        assert!(with(&|_| ()).is_ok());
+        assert!(with(&|settings| settings.servers.clear()).is_err());
+        assert!(with(&|settings| settings.servers[0] = "http://x".into()).is_err());
+        for prefix in ["", "a:b", "A", "é", &"a".repeat(33)] {
+            assert!(with(&|settings| settings.prefix = prefix.into()).is_err(), "{prefix}");
+        }
+    }
+}
