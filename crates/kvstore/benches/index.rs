@@ -30,10 +30,10 @@ fn chain(number: u64) -> Vec<Key> {
     (0..CHAIN).map(|at| key(number, at)).collect()
 }
 
-fn meta(key: Key, parent: Option<Key>, written: u32) -> Meta {
+fn meta(chain: u64, key: Key, parent: Option<Key>, written: u32) -> Meta {
     let id = ObjectId { kind: Kind::Block, key };
-    let class = Class::ALL[(key.0 % 2) as usize];
-    Meta { id, parent, tenant: TenantId((key.0 % 7) as u16), class, len: 113_920, checksum: 1, written }
+    let class = Class::ALL[(chain % 2) as usize];
+    Meta { id, parent, tenant: TenantId((chain % 7) as u16), class, len: 113_920, checksum: 1, written }
 }
 
 /// Resident bytes of this process.
@@ -70,7 +70,7 @@ fn fill(entries: u64, kind: PolicyKind) -> (Retention, f64) {
             let batch: Vec<_> = (start..start + 100)
                 .map(|at| {
                     (
-                        meta(keys[at], at.checked_sub(1).map(|before| keys[before]), now),
+                        meta(number, keys[at], at.checked_sub(1).map(|before| keys[before]), now),
                         Place { segment: 1, offset: at as u32 },
                     )
                 })

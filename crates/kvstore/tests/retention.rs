@@ -320,6 +320,24 @@ fn a_tenant_over_its_quota_loses_its_own_only() {
 }
 
 #[test]
+fn a_held_block_stays_for_its_child() {
+    for kind in PolicyKind::ALL {
+        let mut kept = kept(kind);
+        put(&mut kept, &[1, 2], 0, Class::Chat, 800_000, 10);
+        put(&mut kept, &[9], 0, Class::Chat, 10, 20);
+        let slot = kept.index().find(blocks(&[2])[0]).unwrap();
+        assert!(kept.hold(slot) && kept.hold(slot));
+        assert_eq!(evict(&mut kept, Scope::All, 10_000_000, 30), blocks(&[9]), "{kind:?}");
+        assert!(kept.remove(slot).is_none());
+        kept.release(slot);
+        assert_eq!(evict(&mut kept, Scope::All, 10_000_000, 30), [], "{kind:?}: held once more");
+        put(&mut kept, &[1, 2, 3], 0, Class::Chat, 800_000, 30);
+        kept.release(slot);
+        assert_eq!(evict(&mut kept, Scope::All, 10_000_000, 30), blocks(&[3, 2, 1]), "{kind:?}");
+    }
+}
+
+#[test]
 fn recovered_entries_are_as_old_as_their_records() {
     use deepinfer_kvstore::index::{Added, Recovery};
     let mut kept = kept(PolicyKind::Lru);

@@ -63,7 +63,7 @@ pub struct Entry {
     pub tenant: TenantId,
     /// Block: its parent. Slice: its block.
     pub parent: Option<Slot>,
-    /// Blocks whose parent it is.
+    /// Blocks whose parent it is, and those on their way.
     pub children: u32,
     /// Its slice.
     pub slice: Option<Slot>,
@@ -312,6 +312,25 @@ impl Index {
             self.usages.sub(entry.tenant, entry.id.kind, entry.len);
         }
         entry
+    }
+
+    /// Counts a child that is on its way, so that the block stays until [`Index::release`].
+    pub fn hold(&mut self, block: Slot) -> bool {
+        let held = self.slab.get(block).is_some_and(|row| row.state != State::Slice);
+        if held {
+            self.slab[block].children += 1;
+        }
+        held
+    }
+
+    /// The child has come or will not: undoes one [`Index::hold`]. Whether the block may go now.
+    pub fn release(&mut self, block: Slot) -> bool {
+        if self.slab.get(block).is_none_or(|row| row.children == 0) {
+            return false;
+        }
+        let row = &mut self.slab[block];
+        row.children -= 1;
+        row.children == 0
     }
 
     /// The bytes of an object are gone or wrong. A leaf is removed; a block with children stays as [`Entry::lost`], read as a miss, until its

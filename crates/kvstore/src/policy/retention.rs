@@ -152,6 +152,21 @@ impl Retention {
         self.index.lose(slot)
     }
 
+    /// Keeps a block for a child that is being written: whatever the policy, room for the child is not made of its parent. Every hold
+    /// is undone by [`Retention::release`].
+    pub fn hold(&mut self, block: Slot) -> bool {
+        self.index.hold(block)
+    }
+
+    /// Undoes one [`Retention::hold`].
+    pub fn release(&mut self, block: Slot) {
+        if self.index.release(block)
+            && let Some(facts) = self.index.facts(block)
+        {
+            self.policy.uncovered(block, &facts);
+        }
+    }
+
     /// A record was copied: see [`Index::relocate`].
     pub fn relocate(&mut self, id: ObjectId, from: Place, to: Place) -> bool {
         self.index.relocate(id, from, to)

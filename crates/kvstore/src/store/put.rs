@@ -9,7 +9,7 @@ use super::stats::add;
 use super::{Kept, Store};
 use crate::checksum::Sum;
 use crate::error::Error;
-use crate::index::{Entry, Refused};
+use crate::index::{Entry, Refused, Slot};
 use crate::key::{Key, Kind, ObjectId};
 use crate::media::{Place, Record};
 use crate::object::{Meta, TenantId};
@@ -204,10 +204,13 @@ impl Store {
             appended = self.media.append(&batch);
         }
         let mut kept = self.kept_mut();
-        promise.settle(&mut kept.live);
+        let held = promise.settle(&mut kept.live);
         let places = match appended {
             Ok(places) => places,
             Err(error) => {
+                for slot in held {
+                    kept.retention.release(slot);
+                }
                 drop(kept);
                 return self.fail(group, &error, done);
             }
@@ -215,6 +218,9 @@ impl Store {
         let Kept { retention, live } = &mut *kept;
         let objects: Vec<(Meta, Place)> = metas.iter().copied().zip(places).collect();
         let inserted = retention.insert(&objects, now);
+        for slot in held {
+            retention.release(slot);
+        }
         for ((&at, result), &(meta, place)) in group.iter().zip(inserted).zip(&objects) {
             let put = match result {
                 Ok(_) => {
@@ -246,7 +252,7 @@ impl Store {
 
     /// Evicts for a group: each tenant's own for its quota, anybody's for the capacity.
     fn make_room(&self, metas: &[Meta], now: u32) -> Result<Promise, Error> {
-        let mut promise = Promise { spans: 0, tenants: HashMap::new() };
+        let mut promise = Promise { spans: 0, tenants: HashMap::new(), held: Vec::new() };
         for meta in metas {
             promise.spans += span(meta.len);
             *promise.tenants.entry(meta.tenant).or_default() += u64::from(meta.len);
@@ -254,18 +260,38 @@ impl Store {
         let mut kept = self.kept_mut();
         self.apply_touches(&mut kept);
         let Kept { retention, live } = &mut *kept;
+        // Parents present and slices' blocks: some orders would take them first.
+        for key in metas.iter().filter_map(|meta| meta.parent) {
+            let parent = retention.index().find(ObjectId { kind: Kind::Block, key });
+            promise.held.extend(parent.filter(|&slot| retention.hold(slot)));
+        }
+        if let Err(error) = self.evict_for_all(retention, live, &promise, now) {
+            for slot in promise.held {
+                retention.release(slot);
+            }
+            return Err(error);
+        }
+        live.promised += promise.spans;
+        for (&tenant, &bytes) in &promise.tenants {
+            *live.promised_to.entry(tenant).or_default() += bytes;
+        }
+        Ok(promise)
+    }
+
+    fn evict_for_all(
+        &self,
+        retention: &mut Retention,
+        live: &mut Live,
+        promise: &Promise,
+        now: u32,
+    ) -> Result<(), Error> {
         for (&tenant, &bytes) in &promise.tenants {
             let promised = live.promised_to.get(&tenant).copied().unwrap_or(0);
             if !retention.make_room(tenant, bytes + promised, now, &mut |removed| self.evicted(live, removed)) {
                 return Err(Error::Full(format!("the quota of tenant {}", tenant.0)));
             }
         }
-        self.evict_for(retention, live, promise.spans, now)?;
-        live.promised += promise.spans;
-        for (&tenant, &bytes) in &promise.tenants {
-            *live.promised_to.entry(tenant).or_default() += bytes;
-        }
-        Ok(promise)
+        self.evict_for(retention, live, promise.spans, now)
     }
 
     pub(super) fn evict_for(
@@ -293,14 +319,16 @@ impl Store {
     }
 }
 
-/// Room promised to a group on its way.
+/// Room promised to a group on its way, and what is kept for it.
 struct Promise {
     spans: u64,
     tenants: HashMap<TenantId, u64>,
+    held: Vec<Slot>,
 }
 
 impl Promise {
-    fn settle(self, live: &mut Live) {
+    /// Takes back the promise; the parents held are the caller's to release once their children are in.
+    fn settle(self, live: &mut Live) -> Vec<Slot> {
         live.promised -= self.spans;
         for (tenant, bytes) in self.tenants {
             if let Some(promised) = live.promised_to.get_mut(&tenant) {
@@ -310,6 +338,7 @@ impl Promise {
                 }
             }
         }
+        self.held
     }
 }
 
