@@ -8,6 +8,7 @@
 //! What holds everywhere: nothing is visible before it is durable; nothing is overwritten; bytes that do not have their checksum are
 //! a miss. The picture of the layout, the guarantees and what happens on each fault are in `docs/kvstore.md`.
 
+pub mod backend;
 pub mod catalogue;
 pub mod checksum;
 pub mod client;
