@@ -96,13 +96,18 @@ impl Tail {
 
     /// Reads the entries. `None`: they lack their checksum, or one of them names what is no record.
     pub fn records(&self, entries: &[u8]) -> Option<Vec<(Place, Meta)>> {
+        self.records_of(entries, span)
+    }
+
+    /// [`Tail::records`] where an object of a length takes `span` bytes of the segment.
+    pub fn records_of(&self, entries: &[u8], span: fn(u32) -> u64) -> Option<Vec<(Place, Meta)>> {
         if entries.len() != self.entries_bytes() || checksum(entries) != self.sum {
             return None;
         }
-        entries.chunks_exact(ENTRY).map(|entry| self.record(entry)).collect()
+        entries.chunks_exact(ENTRY).map(|entry| self.record(entry, span)).collect()
     }
 
-    fn record(&self, entry: &[u8]) -> Option<(Place, Meta)> {
+    fn record(&self, entry: &[u8], span: fn(u32) -> u64) -> Option<(Place, Meta)> {
         let place = Place { segment: self.segment, offset: u32::from_le_bytes(take(entry, 0)) };
         let parent = u16::from_le_bytes(take(entry, 12)) & 1 != 0;
         let meta = Meta {

@@ -5,7 +5,10 @@
 
 pub mod footer;
 pub mod local;
+pub mod objects;
 pub mod segment;
+pub mod striped;
+mod waiter;
 
 use crate::error::Error;
 use crate::object::Meta;
