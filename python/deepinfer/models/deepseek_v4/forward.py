@@ -15,15 +15,14 @@ import torch.nn.functional as F
 
 from ...errors import ConfigError, UnsupportedFormatError
 from ...kernels.compressor import PoolPlan
-from ...kernels.linear import PackedLinear, pack_linear, row_quantum
 from ...kernels.rms_norm import rms_norm
-from ...kernels.rope import RopeTable
 from ...kernels.stream_mix import collapse, head_coefficients
 from ..base import ForwardBatch, ModelOptions, PagedGroup, StateGroup
-from ..deepseek_v41.caches import CachePlan, backtracking_of
+from ..deepseek_v41.block_model import BlockModel
+from ..deepseek_v41.caches import backtracking_of
 from ..deepseek_v41.ops import begin_streams
 from ..deepseek_v41.packed import PackedMix
-from ..deepseek_v41.step import RopeTables, make_step, save_states
+from ..deepseek_v41.step import make_step
 from ..loaders.dummy import DummySource
 from ..loaders.load import check_load_format
 from ..loaders.resolved import ResolvedModel
@@ -36,23 +35,17 @@ from .loading import WithTables
 from .topology import DeepseekV4Topology, LayerKind, read_topology
 
 
-class DeepseekV4Model:
+class DeepseekV4Model(BlockModel[DeepseekV4Parameters]):
     """DeepSeek-V4 for causal language modelling; ``models.base`` says what its methods are for."""
 
     def __init__(self, topology: DeepseekV4Topology, dtype: torch.dtype, device: torch.device) -> None:
-        self.topology, self.dtype, self.device = topology, dtype, device
+        super().__init__(DeepseekV4Parameters(topology, dtype, device), topology.rope_main, topology.rope_compress, dtype, device)
+        self.topology = topology
         self.vocab_size, self.max_position = topology.vocab, topology.max_position
         self.block_tokens = topology.page_tokens
-        self._parameters: DeepseekV4Parameters | None = DeepseekV4Parameters(topology, dtype, device)
-        self._embed, self._norm = self._parameters.embed, self._parameters.norm
-        self._ropes = RopeTables(RopeTable(topology.rope_main, device), RopeTable(topology.rope_compress, device))
         self.layers: list[Layer] = []
         """In runtime layout, in order; filled by ``finish_loading``."""
-        self._head: PackedLinear | None = None
         self._mix: PackedMix | None = None
-        self._options = ModelOptions()
-        self._caches: CachePlan | None = None
-        self._quantum = row_quantum(device)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
@@ -79,32 +72,10 @@ class DeepseekV4Model:
         """See ``base.LoadableModel``."""
         return read_topology(config).max_position
 
-    @property
-    def parameters(self) -> DeepseekV4Parameters:
-        """What is loaded; gone once it is packed."""
-        if self._parameters is None:
-            raise RuntimeError("the model's parameters are already loaded and packed")
-        return self._parameters
-
-    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See ``base.LoadableModel``."""
-        return self.parameters.parameter_shapes()
-
-    def optional_tensors(self) -> tuple[str, ...]:
-        """See ``base.LoadableModel``."""
-        return self.parameters.optional_tensors()
-
-    def parameter(self, name: str) -> torch.Tensor:
-        """See ``base.LoadableModel``."""
-        return self.parameters.parameter(name)
-
     def finish_loading(self) -> None:
         """Packs the weights layer by layer and frees the unpacked ones."""
-        p, self._parameters = self.parameters, None
-        # logits are float32 whatever the run dtype: the head decides between tokens
-        self._head = pack_linear(p.head.float(), largest_rows=64 if self.device.type == "cpu" else None)
+        p, _ = self._take_parameters()
         self._mix = PackedMix.pack(p.hc_head)
-        p.places.close()
         for plan in self.topology.layers:
             self.layers.append(Layer(p.layers.pop(0), self.topology, plan, self._ropes.compress, self.dtype))
 
@@ -152,22 +123,3 @@ class DeepseekV4Model:
             x = layer(x, step, pools, caches)
         last = collapse(x, head_coefficients(x, mix.fn, mix.base, mix.scale, t.eps, t.mix_eps), self.dtype)
         return rms_norm(last, self._norm, t.eps)[: batch.ids.shape[0]]
-
-    @torch.inference_mode()
-    def end_step(self, batch: ForwardBatch, rejected: torch.Tensor | None, kv: dict[str, torch.Tensor]) -> None:
-        """See ``base.StatefulModel``: copies the state of sequences that passed a boundary to its replica."""
-        save_states(batch, rejected, kv["state0"], self.caches)
-
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden`` ``[R, d]`` → float32 ``[R, vocab]``; the rows may be any choice of rows of ``forward``."""
-        if self._head is None:
-            raise RuntimeError("finish_loading has not been called")
-        return self._head(hidden.float())
-
-    @property
-    def caches(self) -> CachePlan:
-        """The plan that ``kv_groups`` made last."""
-        if self._caches is None:
-            raise RuntimeError("kv_groups has not been called: the caches have no form yet")
-        return self._caches

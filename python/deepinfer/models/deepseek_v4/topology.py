@@ -15,7 +15,7 @@ from ...errors import UnsupportedConfigError, UnsupportedFormatError
 from ...kernels.rope import RopeParameters
 from ..config import check_fields, optional_float, optional_int, refuse_foreign_format, required_int
 from ..deepseek_v41.fields import check_fixed, check_heads, check_most, int_list, read_limit, read_rope_tables
-from ..deepseek_v41.topology import AttentionSizes, MoeSizes
+from ..deepseek_v41.topology import AttentionSizes, MoeSizes, read_attention
 
 _FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_rope_head_dim",
@@ -222,20 +222,7 @@ def _moe(fields: Mapping[str, Any]) -> MoeSizes:
 def _attention(fields: Mapping[str, Any]) -> AttentionSizes:
     check_heads(fields)
     _check_least_two(fields, "sliding_window", "what entries pool reaches further back than windows of one token")
-    return AttentionSizes(
-        heads=required_int(fields, "num_attention_heads"),
-        head_dim=required_int(fields, "head_dim"),
-        rope=required_int(fields, "qk_rope_head_dim"),
-        q_rank=required_int(fields, "q_lora_rank"),
-        o_rank=required_int(fields, "o_lora_rank"),
-        o_groups=required_int(fields, "o_groups"),
-        window=required_int(fields, "sliding_window"),
-        index_heads=required_int(fields, "index_n_heads"),
-        index_dim=required_int(fields, "index_head_dim"),
-        index_topk=required_int(fields, "index_topk"),
-        candidate_blocks=0,
-        candidate_block=0,
-    )
+    return read_attention(fields)
 
 
 def read_topology(config: Mapping[str, Any]) -> DeepseekV4Topology:

@@ -246,6 +246,13 @@ class BlockSizes(Protocol):
 class BlockParameters:
     """Attention, experts and mixes of blocks under their names, and what the loaders call; DeepSeek-V4's blocks have them, too."""
 
+    embed: torch.Tensor
+    """``[V, d]`` in the run dtype."""
+    norm: torch.Tensor
+    """float32 ``[d]``, before the head."""
+    head: torch.Tensor
+    """``[V, d]`` in the run dtype."""
+
     def __init__(self, sizes: BlockSizes, dtype: torch.dtype, device: torch.device | str, keep_packed: Collection[Form] = ()) -> None:
         self._sizes, self.keep_packed = sizes, frozenset(keep_packed)
         self._make = _Places(sizes.quantised_weights, dtype, torch.device(device), keep_packed)
@@ -292,6 +299,10 @@ class BlockParameters:
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """See ``registry.LoadableModel``; of packed weights the shapes of what is stored, their scales among them."""
         return self.places.shapes()
+
+    def optional_tensors(self) -> tuple[str, ...]:
+        """See ``registry.LoadableModel``."""
+        return ()
 
     def parameter(self, name: str) -> torch.Tensor:
         """See ``registry.LoadableModel``."""

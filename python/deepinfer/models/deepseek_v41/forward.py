@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import ConfigError
-from ...kernels.linear import PackedLinear, pack_linear, row_quantum
 from ...kernels.rms_norm import rms_norm
-from ...kernels.rope import RopeTable
 from ...kernels.stream_mix import collapse
 from ..base import Drafts, DrawDrafts, ForwardBatch, ModelOptions, NewTokens, PagedGroup, StateGroup
 from ..loaders.resolved import ResolvedModel
 from ..loaders.source import Progress
+from .block_model import BlockModel
 from .caches import PAGE_TOKENS, CachePlan, Storage, backtracking_of, packs, plan_caches
 from .containers import DeepseekV41Parameters
 from .draft_stages import DraftStages
@@ -29,7 +28,7 @@ from .image_input import ImageSizes
 from .layer import Layer, Streams
 from .loading import load_parameters
 from .ops import begin_streams, mean_stream
-from .step import RopeTables, Step, make_step, save_states
+from .step import Step, make_step
 from .topology import read_topology
 from .vision_forward import VisionTower
 
@@ -45,27 +44,20 @@ class Taps:
     rows: torch.Tensor | None
 
 
-class DeepseekV41Model:
+class DeepseekV41Model(BlockModel[DeepseekV41Parameters]):
     """DeepSeek-V4.1 for causal language modelling; ``models.base`` and ``registry.LoadableModel`` say what its methods are for."""
 
     block_tokens = PAGE_TOKENS
 
     def __init__(self, parameters: DeepseekV41Parameters, dtype: torch.dtype, device: torch.device) -> None:
-        topology = parameters.topology
-        self.topology, self.dtype, self.device = topology, dtype, device
+        self.topology = topology = parameters.topology
+        super().__init__(parameters, topology.rope_main, topology.rope_compress, dtype, device)
         self.vocab_size, self.max_position = topology.vocab, topology.max_position
-        self._parameters: DeepseekV41Parameters | None = parameters
-        self._options = ModelOptions()
-        self._ropes = RopeTables(RopeTable(topology.rope_main, device), RopeTable(topology.rope_compress, device))
-        self._embed, self._norm = self._parameters.embed, self._parameters.norm
         self.layers: list[Layer] = []
         """In runtime layout, in order; filled by ``finish_loading``."""
         self.draft_tokens = topology.drafts.block if topology.drafts.stages else 0
-        self._head: PackedLinear | None = None
         self._engram: EngramReader | None = None
         self._vision: VisionTower | None = None
-        self._caches: CachePlan | None = None
-        self._quantum = row_quantum(device)
         self._drafts: DraftStages | None = None
         self.taps: Taps | None = None
         """Of the newest step, for the draft stages."""
@@ -90,32 +82,9 @@ class DeepseekV41Model:
         """See ``registry.LoadableModel``."""
         return read_topology(config).max_position
 
-    @property
-    def parameters(self) -> DeepseekV41Parameters:
-        """What is loaded; gone once it is packed."""
-        if self._parameters is None:
-            raise RuntimeError("the model's parameters are already loaded and packed")
-        return self._parameters
-
-    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See ``registry.LoadableModel``."""
-        return self.parameters.parameter_shapes()
-
-    def optional_tensors(self) -> tuple[str, ...]:
-        """See ``registry.LoadableModel``."""
-        return self.parameters.optional_tensors()
-
-    def parameter(self, name: str) -> torch.Tensor:
-        """See ``registry.LoadableModel``."""
-        return self.parameters.parameter(name)
-
     def finish_loading(self) -> None:
         """Packs the weights layer by layer and frees the unpacked ones; Engram tables have been attached by then."""
-        p, t = self.parameters, self.topology
-        self._parameters = None
-        # logits are float32 whatever the run dtype: the head decides between tokens
-        self._head = pack_linear(p.head.float(), largest_rows=64 if self.device.type == "cpu" else None)
-        p.places.close()
+        (p, head), t = self._take_parameters(), self.topology
         if t.engram is not None and p.token_map is not None:
             tables = [layer.engram.table for layer in p.layers if layer.engram is not None]
             self._engram = EngramReader(t.engram, tables, p.token_map, self.dtype, self.device)
@@ -124,7 +93,7 @@ class DeepseekV41Model:
         for plan in t.layers:
             self.layers.append(Layer(p.layers.pop(0), t, plan, self.dtype))
         if p.drafts is not None:
-            self._drafts, p.drafts = DraftStages(p.drafts, t, self._embed, self._head, self.dtype), None
+            self._drafts, p.drafts = DraftStages(p.drafts, t, self._embed, head, self.dtype), None
 
     @property
     def image_processor(self) -> ImageSizes | None:
@@ -214,11 +183,6 @@ class DeepseekV41Model:
         return hidden.new_zeros(count, hidden.shape[1]).index_copy_(0, rows, hidden[:kept])
 
     @torch.inference_mode()
-    def end_step(self, batch: ForwardBatch, rejected: torch.Tensor | None, kv: dict[str, torch.Tensor]) -> None:
-        """See ``models.base.StatefulModel``: copies the state of sequences that passed a boundary to its replica."""
-        save_states(batch, rejected, kv["state0"], self.caches)
-
-    @torch.inference_mode()
     def draft(
         self, batch: ForwardBatch, hidden: torch.Tensor, new: NewTokens, kv: dict[str, torch.Tensor], draw: DrawDrafts, count: int
     ) -> Drafts:
@@ -227,17 +191,3 @@ class DeepseekV41Model:
             raise RuntimeError("the model was not configured to draft, or its checkpoint has no draft stages")
         caches = self.caches
         return self._drafts(batch, new, caches.views(kv["state0"]), caches, self._ropes.main, self._quantum, draw, count)
-
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden`` ``[R, d]`` → float32 ``[R, vocab]``; the rows may be any choice of rows of ``forward``."""
-        if self._head is None:
-            raise RuntimeError("finish_loading has not been called")
-        return self._head(hidden.float())
-
-    @property
-    def caches(self) -> CachePlan:
-        """The plan that ``kv_groups`` made last."""
-        if self._caches is None:
-            raise RuntimeError("kv_groups has not been called: the caches have no form yet")
-        return self._caches

@@ -146,6 +146,24 @@ class DeepseekV41Topology:
         return self.ring
 
 
+def read_attention(fields: Mapping[str, Any], candidate_blocks: int = 0, candidate_block: int = 0) -> AttentionSizes:
+    """Widths as the fields have them, for DeepSeek-V4 too; what they must agree on is checked before."""
+    return AttentionSizes(
+        heads=required_int(fields, "num_attention_heads"),
+        head_dim=required_int(fields, "head_dim"),
+        rope=required_int(fields, "qk_rope_head_dim"),
+        q_rank=required_int(fields, "q_lora_rank"),
+        o_rank=required_int(fields, "o_lora_rank"),
+        o_groups=required_int(fields, "o_groups"),
+        window=required_int(fields, "sliding_window"),
+        index_heads=required_int(fields, "index_n_heads"),
+        index_dim=required_int(fields, "index_head_dim"),
+        index_topk=required_int(fields, "index_topk"),
+        candidate_blocks=candidate_blocks,
+        candidate_block=candidate_block,
+    )
+
+
 def _attention(fields: Mapping[str, Any], shared: SharedLayerTopology) -> AttentionSizes:
     check_heads(fields)
     topk, blocks, block = required_int(fields, "index_topk"), 0, 0
@@ -157,20 +175,7 @@ def _attention(fields: Mapping[str, Any], shared: SharedLayerTopology) -> Attent
                 f"config fields 'candidate_topk_blocks' = {blocks} and 'index_topk' = {topk} disagree: "
                 f"blocks of {block} (candidate_block_size) may leave fewer candidates than are to be selected"
             )
-    return AttentionSizes(
-        heads=required_int(fields, "num_attention_heads"),
-        head_dim=required_int(fields, "head_dim"),
-        rope=required_int(fields, "qk_rope_head_dim"),
-        q_rank=required_int(fields, "q_lora_rank"),
-        o_rank=required_int(fields, "o_lora_rank"),
-        o_groups=required_int(fields, "o_groups"),
-        window=required_int(fields, "sliding_window"),
-        index_heads=required_int(fields, "index_n_heads"),
-        index_dim=required_int(fields, "index_head_dim"),
-        index_topk=topk,
-        candidate_blocks=blocks,
-        candidate_block=block,
-    )
+    return read_attention(fields, blocks, block)
 
 
 def _moe(fields: Mapping[str, Any], quantised: bool) -> MoeSizes:
