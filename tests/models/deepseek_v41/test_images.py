@@ -128,9 +128,9 @@ def test_what_an_engine_cannot_hold_is_refused_alone(made: Path, llm: LLM, alone
             truncating.generate([asking(picture(56, 70), behind=28)], GREEDY)
         for behind in (0, 21, 29):  # kept whole or left out whole
             assert len(truncating.generate([asking(picture(56, 70), behind=behind)], GREEDY)[0].outputs[0].token_ids) == 10
-    with LLM(model=str(made), **SETTINGS, engine_type="completion") as half:
-        with pytest.raises(InvalidRequestError, match="send the prompt to a prompt engine first"):
-            half.add_request(PROMPTS[0], GREEDY)
+    refused = pytest.raises(InvalidRequestError, match="send the prompt to a prompt engine first")
+    with LLM(model=str(made), **SETTINGS, engine_type="completion") as half, refused:
+        half.add_request(PROMPTS[0], GREEDY)
     with pytest.raises(InvalidRequestError, match="prompt 1: the prompt has 3 placeholders"):
         llm.generate([PROMPTS[0], {"prompt_token_ids": [IMAGE] * 3, "images": [picture(42, 42)]}], GREEDY)
     assert not llm.has_unfinished_requests()
