@@ -160,6 +160,13 @@ impl Client {
         Ok(link)
     }
 
+    fn keep(&self, link: Link) {
+        let mut pool = self.pool();
+        if pool.idle.len() < self.config.keep {
+            pool.idle.push(link);
+        }
+    }
+
     /// Runs `talk` on a kept connection, once more on a fresh one if that was lost, and keeps the connection if all went well.
     fn with<T>(&self, time: Duration, mut talk: impl FnMut(&mut Link) -> Result<T, Lost>) -> Result<T, Error> {
         {
@@ -179,18 +186,12 @@ impl Client {
             let ended = match link {
                 Ok(mut open) => match talk(&mut open) {
                     Ok(value) => {
-                        let mut pool = self.pool();
-                        if pool.idle.len() < self.config.keep {
-                            pool.idle.push(open);
-                        }
+                        self.keep(open);
                         return Ok(value);
                     }
                     Err(Lost::Told(error)) => {
                         // The connection is as good as before: the server answered.
-                        let mut pool = self.pool();
-                        if pool.idle.len() < self.config.keep {
-                            pool.idle.push(open);
-                        }
+                        self.keep(open);
                         return Err(error);
                     }
                     Err(lost) => lost,

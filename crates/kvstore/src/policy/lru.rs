@@ -4,7 +4,6 @@ use super::queue::Queue;
 use super::{Entries, Facts, Policy, Scope, Why};
 use crate::index::Slot;
 use crate::key::Kind;
-use crate::object::Class;
 
 /// A slice goes as if it had last been used this much earlier, seconds: it is many times a block's size and is made again in a second.
 pub const SLICE_HANDICAP: u32 = 600;
@@ -28,22 +27,6 @@ impl Lru {
     }
 }
 
-/// First leaf of a class; what is met before it and has children is set aside.
-pub(super) fn first_leaf(queue: &mut Queue, class: Class, scope: Scope, entries: &dyn Entries) -> Option<(u32, Slot)> {
-    loop {
-        let (rank, slot) = queue.first(class, scope)?;
-        if entries.is_leaf(slot) {
-            return Some((rank, slot));
-        }
-        queue.park(slot, &entries.facts(slot)?);
-    }
-}
-
-/// The leaf of the lowest rank of all classes.
-pub(super) fn lowest_leaf(queue: &mut Queue, scope: Scope, entries: &dyn Entries) -> Option<(u32, Slot)> {
-    Class::ALL.iter().filter_map(|&class| first_leaf(queue, class, scope, entries)).min_by_key(|&(rank, _)| rank)
-}
-
 impl Policy for Lru {
     fn inserted(&mut self, slot: Slot, facts: &Facts, now: u32) {
         self.put(slot, facts, now);
@@ -62,7 +45,7 @@ impl Policy for Lru {
     }
 
     fn victim(&mut self, scope: Scope, _now: u32, entries: &dyn Entries) -> Option<Slot> {
-        lowest_leaf(&mut self.queue, scope, entries).map(|(_, slot)| slot)
+        self.queue.lowest_leaf(scope, entries).map(|(_, slot)| slot)
     }
 
     fn memory(&self) -> usize {

@@ -15,7 +15,6 @@
 //! Each class has its own half-life, order and ghosts; between classes the rates themselves are compared.
 
 use super::ghosts::Ghosts;
-use super::lru::first_leaf;
 use super::queue::Queue;
 use super::{Entries, Facts, Policy, Scope, Why};
 use crate::index::Slot;
@@ -142,7 +141,7 @@ impl Policy for MarginalHit {
     fn victim(&mut self, scope: Scope, now: u32, entries: &dyn Entries) -> Option<Slot> {
         let mut lowest: Option<(f64, Slot)> = None;
         for class in Class::ALL {
-            if let Some((rank, slot)) = first_leaf(&mut self.queue, class, scope, entries) {
+            if let Some((rank, slot)) = self.queue.first_leaf(class, scope, entries) {
                 let rate = self.rate(class, rank, now);
                 if lowest.is_none_or(|(least, _)| rate < least) {
                     lowest = Some((rate, slot));

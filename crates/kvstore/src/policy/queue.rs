@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::{Facts, Scope};
+use super::{Entries, Facts, Scope};
 use crate::index::Slot;
 use crate::index::chunked::Chunked;
 use crate::object::{Class, TenantId};
@@ -40,6 +40,23 @@ impl Queue {
     /// The rank given last, whether the entry is in a list or parked.
     pub(super) fn rank(&self, slot: Slot) -> u32 {
         self.links.get(slot.index()).map_or(0, |link| link.rank)
+    }
+
+    /// First leaf of a class; what is met before it and has children is set aside.
+    pub(super) fn first_leaf(&mut self, class: Class, scope: Scope, entries: &dyn Entries) -> Option<(u32, Slot)> {
+        loop {
+            let (rank, slot) = self.first(class, scope)?;
+            if entries.is_leaf(slot) {
+                return Some((rank, slot));
+            }
+            self.park(slot, &entries.facts(slot)?);
+        }
+    }
+
+    /// The leaf of the lowest rank of all classes.
+    pub(super) fn lowest_leaf(&mut self, scope: Scope, entries: &dyn Entries) -> Option<(u32, Slot)> {
+        let found = Class::ALL.iter().filter_map(|&class| self.first_leaf(class, scope, entries));
+        found.min_by_key(|&(rank, _)| rank)
     }
 
     /// Puts an entry behind all of its rank.

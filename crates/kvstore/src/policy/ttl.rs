@@ -1,6 +1,5 @@
 //! Times to live by class.
 
-use super::lru::lowest_leaf;
 use super::queue::Queue;
 use super::{Entries, Facts, Policy, Scope, Why};
 use crate::index::Slot;
@@ -78,11 +77,11 @@ impl Policy for Ttl {
     }
 
     fn victim(&mut self, scope: Scope, _now: u32, entries: &dyn Entries) -> Option<Slot> {
-        lowest_leaf(&mut self.queue, scope, entries).map(|(_, slot)| slot)
+        self.queue.lowest_leaf(scope, entries).map(|(_, slot)| slot)
     }
 
     fn expired(&mut self, now: u32, entries: &dyn Entries) -> Option<Slot> {
-        lowest_leaf(&mut self.queue, Scope::All, entries).filter(|&(expires, _)| expires < now).map(|(_, slot)| slot)
+        self.queue.lowest_leaf(Scope::All, entries).filter(|&(expires, _)| expires < now).map(|(_, slot)| slot)
     }
 
     fn memory(&self) -> usize {

@@ -244,17 +244,12 @@ pub enum Outcome {
 }
 
 impl Outcome {
+    /// All of them, in the order of their bytes.
+    const ALL: [Self; 7] =
+        [Self::Stored, Self::Exists, Self::Conflict, Self::NoParent, Self::Full, Self::Invalid, Self::Failed];
+
     fn from_byte(byte: u8) -> Option<Self> {
-        Some(match byte {
-            0 => Self::Stored,
-            1 => Self::Exists,
-            2 => Self::Conflict,
-            3 => Self::NoParent,
-            4 => Self::Full,
-            5 => Self::Invalid,
-            6 => Self::Failed,
-            _ => return None,
-        })
+        Self::ALL.get(usize::from(byte)).copied()
     }
 
     /// Whether the object is there now.
@@ -424,6 +419,12 @@ mod tests {
             let _ = decode_outcomes(&body);
             let _ = WriteHead::decode(&body);
         }
+    }
+
+    #[test]
+    fn outcomes_have_the_bytes_of_their_order() {
+        assert!(Outcome::ALL.iter().zip(0..).all(|(&outcome, byte)| outcome as u8 == byte));
+        assert!(Outcome::from_byte(7).is_none());
     }
 
     #[test]

@@ -63,19 +63,21 @@ pub enum Op {
 }
 
 impl Op {
+    /// All of them, in the order of their bytes, from 1.
+    const ALL: [Self; 9] = [
+        Self::Check,
+        Self::Get,
+        Self::Start,
+        Self::Write,
+        Self::Commit,
+        Self::Revoke,
+        Self::Ping,
+        Self::Admin,
+        Self::Answer,
+    ];
+
     fn from_byte(byte: u8) -> Option<Self> {
-        Some(match byte {
-            1 => Self::Check,
-            2 => Self::Get,
-            3 => Self::Start,
-            4 => Self::Write,
-            5 => Self::Commit,
-            6 => Self::Revoke,
-            7 => Self::Ping,
-            8 => Self::Admin,
-            9 => Self::Answer,
-            _ => return None,
-        })
+        Self::ALL.get(usize::from(byte.checked_sub(1)?)).copied()
     }
 }
 
@@ -98,16 +100,11 @@ pub enum Status {
 }
 
 impl Status {
+    /// All of them, in the order of their bytes.
+    const ALL: [Self; 6] = [Self::Done, Self::Invalid, Self::Forbidden, Self::Busy, Self::Leaving, Self::Failed];
+
     fn from_byte(byte: u8) -> Option<Self> {
-        Some(match byte {
-            0 => Self::Done,
-            1 => Self::Invalid,
-            2 => Self::Forbidden,
-            3 => Self::Busy,
-            4 => Self::Leaving,
-            5 => Self::Failed,
-            _ => return None,
-        })
+        Self::ALL.get(usize::from(byte)).copied()
     }
 }
 
@@ -159,11 +156,10 @@ mod tests {
 
     #[test]
     fn headers_are_read_as_they_are_written() {
-        for op in [Op::Check, Op::Get, Op::Start, Op::Write, Op::Commit, Op::Revoke, Op::Ping, Op::Admin, Op::Answer] {
-            for status in
-                [Status::Done, Status::Invalid, Status::Forbidden, Status::Busy, Status::Leaving, Status::Failed]
-            {
+        for (op, byte) in Op::ALL.into_iter().zip(1..) {
+            for (status, code) in Status::ALL.into_iter().zip(0..) {
                 let header = Header { op, status, number: 0x0102_0304, len: 77 };
+                assert_eq!(header.encode()[4..6], [byte, code]);
                 assert_eq!(Header::decode(&header.encode()).unwrap(), header);
             }
         }
