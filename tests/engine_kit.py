@@ -137,3 +137,19 @@ def same_bits(a: Answer, b: Answer) -> bool:
 def reference_file() -> Path:
     """Greedy tokens and log-probabilities of SmolLM2 from an independent implementation."""
     return Path(__file__).parent / "data" / "smollm2_reference.json"
+
+
+def conversation(engine: Engine, params: SamplingParams, more: int, turns: int = 3, answers: int = 1) -> list[list[int]]:
+    """Answers to three users with a common beginning, each going on behind its own by ``more`` tokens; then to the first prompts once more.
+
+    For models of more than 90 ids.
+    """
+    rng = np.random.default_rng(3)
+    common = rng.integers(0, 90, 40).tolist()
+    prompts = [[*common, *rng.integers(0, 90, n).tolist()] for n in (3, 30, 57)]
+    first, made = [list(p) for p in prompts], []
+    for _ in range(turns):
+        found = [a.tokens for a in generate(engine, prompts, [params.clone(n=answers)] * 3)]
+        made += found
+        prompts = [[*p, *a, *rng.integers(0, 90, more).tolist()] for p, a in zip(prompts, found, strict=True)]
+    return made + [a.tokens for a in generate(engine, first, [params] * 3)]

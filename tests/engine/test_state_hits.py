@@ -22,7 +22,7 @@ from deepinfer.platforms.cpu import CpuPlatform
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.host_pages import HostSnapshots
 from deepinfer.worker.kv_cache import KVCache
-from engine_kit import collect, generate, make_engine, request
+from engine_kit import collect, conversation, generate, make_engine, request
 from roles_kit import Pair
 
 HITS = WindowHits(encoder=20, decoder=20, window=128, grain=128, backtrack=6)
@@ -35,24 +35,11 @@ def toy(**settings: Any) -> Engine:
     return make_engine(window_toy.toy_checkpoint(), "cpu", **{**small, **settings})
 
 
-def conversation(engine: Engine, turns: int = 3, answers: int = 1) -> list[list[int]]:
-    """Three users with a common beginning, each going on behind its own answers; then the first prompts once more."""
-    rng = np.random.default_rng(3)
-    common = rng.integers(0, 90, 40).tolist()
-    prompts = [[*common, *rng.integers(0, 90, n).tolist()] for n in (3, 30, 57)]
-    first, made = [list(p) for p in prompts], []
-    for _ in range(turns):
-        found = [a.tokens for a in generate(engine, prompts, [GREEDY.clone(n=answers)] * 3)]
-        made += found
-        prompts = [[*p, *a, *rng.integers(0, 90, 7).tolist()] for p, a in zip(prompts, found, strict=True)]
-    return made + [a.tokens for a in generate(engine, first, [GREEDY] * 3)]
-
-
 @pytest.fixture(scope="module")
 def wanted() -> list[list[int]]:
     """Without a prefix cache, one step at a time."""
     with toy(enable_prefix_caching=False, zero_overhead=False) as engine:
-        made = conversation(engine)
+        made = conversation(engine, GREEDY, 7)
         assert engine.snapshots == SnapshotPlan() and engine.core_stats()["hit_tokens"] == 0
         return made
 
@@ -72,7 +59,7 @@ def wanted() -> list[list[int]]:
 )
 def test_tokens_do_not_depend_on_hits(wanted: list[list[int]], settings: dict[str, Any], reached: tuple[str, ...], overlap: bool) -> None:
     with toy(zero_overhead=overlap, **settings) as engine:
-        assert conversation(engine) == wanted
+        assert conversation(engine, GREEDY, 7) == wanted
         stats = engine.core_stats()
         assert all(stats[name] > 0 for name in reached), stats
         assert engine._core.check() is None
@@ -83,7 +70,7 @@ def test_swapped_sequences_keep_their_windows(wanted: list[list[int]], monkeypat
     with toy(swap_space_gib=0.01, num_kv_blocks=14) as engine:
         monkeypatch.setattr(engine._rates, "note", lambda *_: None)
         engine._core.set_rates(1e15, 1.0)
-        assert conversation(engine) == wanted
+        assert conversation(engine, GREEDY, 7) == wanted
         stats = engine.core_stats()
         assert stats["swapped_in"] > 0 and stats["start_snapshot"] > 0
 
@@ -124,7 +111,7 @@ def test_replay_computes_less_again_and_only_that(wanted: list[list[int]]) -> No
     again = {}
     for policy in ("exact", "replay"):
         with toy(state_snapshot_gib=0, hit_policy=policy) as engine:
-            made = conversation(engine)
+            made = conversation(engine, GREEDY, 7)
             stats = engine.core_stats()
             again[policy] = stats["rerun_tokens"]
             assert stats["start_rerun"] > 0 and stats["rerun_tokens"] == engine.model.reruns  # type: ignore[attr-defined]
@@ -162,7 +149,7 @@ def test_a_failed_step_leaves_no_snapshot_of_what_it_wrote(wanted: list[list[int
             engine.model.forward = broken  # type: ignore[method-assign]
             generate(engine, prompts, [GREEDY] * 3)
         assert engine.counters.failed_steps >= 3
-        assert conversation(engine) == wanted
+        assert conversation(engine, GREEDY, 7) == wanted
 
 
 def test_rules_follow_the_groups_and_the_policy() -> None:

@@ -25,7 +25,7 @@ from deepinfer.sampling import SamplingParams
 from deepinfer.worker.device_queue import InlineQueue, Ticket, make_queue
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.slice_copies import SliceCopies
-from engine_kit import collect, generate, request
+from engine_kit import collect, conversation, generate, request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SLICE = 2 * 11 * 8  # bytes of the toy's encoder rings
@@ -41,24 +41,11 @@ def toy(cls: type[Engine] = Engine, slices: SliceTier | None = None, **settings:
     return cls(config, slices=slices)
 
 
-def conversation(engine: Engine, turns: int = 3, answers: int = 1) -> list[list[int]]:
-    """Three users with a common beginning, each going on behind its own answers; then the first prompts once more."""
-    rng = np.random.default_rng(3)
-    common = rng.integers(0, 90, 40).tolist()
-    prompts = [[*common, *rng.integers(0, 90, n).tolist()] for n in (3, 30, 57)]
-    first, made = [list(p) for p in prompts], []
-    for _ in range(turns):
-        found = [a.tokens for a in generate(engine, prompts, [GREEDY.clone(n=answers)] * 3)]
-        made += found
-        prompts = [[*p, *a, *rng.integers(0, 90, 25).tolist()] for p, a in zip(prompts, found, strict=True)]
-    return made + [a.tokens for a in generate(engine, first, [GREEDY] * 3)]
-
-
 @pytest.fixture(scope="module")
 def wanted() -> list[list[int]]:
     """Without a prefix cache, one step at a time."""
     with toy(enable_prefix_caching=False, zero_overhead=False) as engine:
-        return conversation(engine)
+        return conversation(engine, GREEDY, 25)
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.nightly), True])
@@ -75,7 +62,7 @@ def wanted() -> list[list[int]]:
 )
 def test_tokens_do_not_depend_on_slices(wanted: list[list[int]], settings: dict[str, Any], reached: tuple[str, ...], overlap: bool) -> None:
     with toy(zero_overhead=overlap, **{"state_slice_gib": ROOM, **settings}) as engine:
-        assert conversation(engine) == wanted
+        assert conversation(engine, GREEDY, 25) == wanted
         stats, slices = engine.core_stats(), engine.metrics().slices
         assert all(stats[name] > 0 for name in reached), stats
         assert engine._core.check() is None and engine._slices.last_fault is None
@@ -145,7 +132,7 @@ def broken(_: bytes | None) -> bytes | None:
 @pytest.mark.parametrize("answer", [lambda _: None, lambda data: data and data[:-1], broken], ids=["gone", "of another form", "an error"])
 def test_a_slice_that_is_gone_costs_time_only(wanted: list[list[int]], answer: Callable[..., Any], overlap: bool) -> None:
     with toy(slices=Forgetful(1 << 20, answer), zero_overhead=overlap) as engine:
-        assert conversation(engine) == wanted
+        assert conversation(engine, GREEDY, 25) == wanted
         stats, slices = engine.core_stats(), engine.metrics().slices
         assert stats["slices_gone"] == slices["gone"] > 2 and stats["start_slice"] == slices["put_back"] == 0
         assert stats["start_rerun"] > 2 and stats["preemptions"] == stats["failed_steps"] == 0
@@ -159,7 +146,7 @@ def test_every_other_slice_is_gone_under_drafts_forks_and_pressure(wanted: list[
     settings = {"speculative": "ngram", "num_draft_tokens": 5, "num_kv_blocks": 20, "swap_space_gib": 0.01}
     with toy(slices=tier, **settings) as engine:
         engine._core.set_rates(1e15, 1.0)
-        assert conversation(engine) == wanted
+        assert conversation(engine, GREEDY, 25) == wanted
         prompt = np.random.default_rng(5).integers(0, 90, 95).tolist()
         for _ in range(4):
             engine.add_request(request("r", prompt, GREEDY.clone(n=3, temperature=1.0, seed=4)))
@@ -192,7 +179,7 @@ def test_engines_share_a_tier(wanted: list[list[int]]) -> None:
                 generate(other, [prompt], one)
             assert other.metrics().slices["cut"] == 1 and len(tier._slices) == 2
     with toy(slices=tier) as later:  # the first two are gone; what they left is known from the start
-        assert conversation(later) == wanted
+        assert conversation(later, GREEDY, 25) == wanted
         assert later.core_stats()["start_slice"] > 0
 
 
@@ -202,7 +189,7 @@ def test_engines_in_two_threads_share_a_small_tier(wanted: list[list[int]]) -> N
 
     def work(name: int) -> None:
         with toy(slices=tier) as engine:
-            made[name] = [conversation(engine), engine._core.check(), engine.core_stats()["start_slice"]]
+            made[name] = [conversation(engine, GREEDY, 25), engine._core.check(), engine.core_stats()["start_slice"]]
 
     threads = [threading.Thread(target=work, args=(name,)) for name in range(2)]
     for t in threads:
@@ -292,7 +279,7 @@ def test_a_failed_step_leaves_no_slice_of_what_it_wrote(wanted: list[list[int]])
             engine.model.forward = fails
             generate(engine, prompts, [GREEDY] * 3)
         assert engine.counters.failed_steps >= 3
-        assert conversation(engine) == wanted
+        assert conversation(engine, GREEDY, 25) == wanted
 
 
 def test_the_tier_is_sized_by_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -413,7 +400,7 @@ class Elsewhere:
 def test_any_tier_will_do(wanted: list[list[int]]) -> None:
     tier = Elsewhere()
     with toy(slices=tier) as engine:
-        assert conversation(engine) == wanted
+        assert conversation(engine, GREEDY, 25) == wanted
         assert engine.core_stats()["start_slice"] > 0
         assert set(engine.metrics().slices) == {"cut", "put_back", "gone", "faults"}
     assert not tier.told

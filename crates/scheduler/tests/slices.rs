@@ -33,11 +33,6 @@ fn step(rig: &mut Rig) -> Vec<SliceCut> {
     rig.scheduler.take_slices().collect()
 }
 
-fn begun(rig: &Rig, plan: &Plan) -> Vec<[i32; 3]> {
-    let n = rig.memory.get(plan.slot, "header")[header::ADMITTED] as usize;
-    rig.memory.get(plan.slot, "admitted").chunks(6).take(n).map(|words| [words[3], words[4], words[5]]).collect()
-}
-
 /// Runs a request to its end: how it began, and where slices of it were cut.
 fn ask(rig: &mut Rig, tokens: &[u32], max_new: u32) -> ([i32; 3], Vec<SliceCut>) {
     let seq = rig.add_long(tokens, max_new);
@@ -47,7 +42,7 @@ fn ask(rig: &mut Rig, tokens: &[u32], max_new: u32) -> ([i32; 3], Vec<SliceCut>)
         cuts.extend(rig.scheduler.take_slices());
         if let Some(plan) = plan {
             rig.queue.push_back(plan);
-            began = began.or(begun(rig, &plan).first().copied());
+            began = began.or(rig.begun(&plan).first().copied());
             if rig.queue.len() < rig.scheduler_depth() {
                 continue;
             }
@@ -242,7 +237,7 @@ fn a_begin_at_a_slice_that_is_gone_is_made_good() {
             rig.finish_oldest();
         }
         let plan = rig.schedule().unwrap();
-        assert_eq!(begun(&rig, &plan)[0], [64, 64, 2]);
+        assert_eq!(rig.begun(&plan)[0], [64, 64, 2]);
         let gone = give_up(&mut rig, &plan, &cuts);
         assert_eq!(gone, seqs[..1]);
         assert_eq!(rig.status(seqs[0]), Some(Status::Ready));

@@ -9,8 +9,7 @@ mod common;
 
 use common::{Rig, config, paged, prompt};
 use deepinfer_scheduler::{
-    Config, EngineType, Finish, GroupSpec, HitRule, Plan, PrepFlags, Prepared, Seq, StartKind, Status, WindowRule,
-    header,
+    Config, EngineType, Finish, GroupSpec, HitRule, PrepFlags, Prepared, Seq, StartKind, Status, WindowRule, header,
 };
 
 /// Two encoder and two decoder layers with windows of five tokens: 17 tokens, 9 and 8 where the full model has 5081, 2541 and 2540.
@@ -42,12 +41,6 @@ fn windows(rule: WindowRule, pages: u32, seqs: u32, tokens: u32, places: u32) ->
     c
 }
 
-/// A step's `admitted` words after the handle: start, end of the hit, kind.
-fn begun(rig: &Rig, plan: &Plan) -> Vec<[i32; 3]> {
-    let n = rig.memory.get(plan.slot, "header")[header::ADMITTED] as usize;
-    rig.memory.get(plan.slot, "admitted").chunks(6).take(n).map(|words| [words[3], words[4], words[5]]).collect()
-}
-
 /// Runs a request to its end. How it began, and the prompt rows that it computed.
 fn ask(rig: &mut Rig, tokens: &[u32], max_new: u32) -> ([i32; 3], u32) {
     let seq = rig.add_long(tokens, max_new);
@@ -56,7 +49,7 @@ fn ask(rig: &mut Rig, tokens: &[u32], max_new: u32) -> ([i32; 3], u32) {
         let plan = rig.schedule();
         if let Some(plan) = plan {
             rig.queue.push_back(plan);
-            began = began.or(begun(rig, &plan).first().copied());
+            began = began.or(rig.begun(&plan).first().copied());
             if rig.queue.len() < rig.scheduler_depth() {
                 continue;
             }
@@ -431,7 +424,7 @@ fn a_hand_over_carries_whole_windows_behind_a_rerun() {
             let given = from.add_long(&tokens, 20);
             while from.status(given) != Some(Status::Handover) {
                 let plan = from.schedule().unwrap();
-                kinds.extend(begun(&from, &plan).iter().map(|words| words[2]));
+                kinds.extend(from.begun(&plan).iter().map(|words| words[2]));
                 from.execute(&plan);
                 from.complete(plan.step);
             }

@@ -5,7 +5,7 @@
 //! model without rings.
 
 use super::{Rig, mix};
-use deepinfer_scheduler::{Config, GroupSpec, HitRule, Scheduler, Seq, WindowRule, header};
+use deepinfer_scheduler::{Config, GroupSpec, HitRule, Plan, Scheduler, Seq, WindowRule, header};
 use std::ops::Range;
 
 /// The rows of every layer of a sequence, and what the encoder and the last layer make of each position.
@@ -143,6 +143,12 @@ pub struct StepRows<'a> {
 }
 
 impl Rig {
+    /// A step's `admitted` words after the handle: start, end of the hit, kind.
+    pub fn begun(&self, plan: &Plan) -> Vec<[i32; 3]> {
+        let n = self.memory.get(plan.slot, "header")[header::ADMITTED] as usize;
+        self.memory.get(plan.slot, "admitted").chunks(6).take(n).map(|words| [words[3], words[4], words[5]]).collect()
+    }
+
     /// Passes the rows of a sequence through the layers, compares what must be right, stores the rings and, behind a boundary, the
     /// replica.
     pub fn run_windows(&mut self, rows: &StepRows<'_>) {
