@@ -19,6 +19,7 @@ from deepinfer.engine.engine import Engine
 from deepinfer.models.base import Drafts
 from deepinfer.models.deepseek_v41.forward import DeepseekV41Model
 from deepinfer.sampling import SamplingParams
+from deepinfer.worker.sync_guard import allow_device_sync
 from deepseek_v41.forward_kit import make_model
 from deepseek_v41.weights_kit import RandomWeights, config, plan
 from engine_kit import Answer, collect, make_engine, request
@@ -34,17 +35,15 @@ def write_config(where: Path, name: str, **changes: Any) -> str:
 
 
 @cache
-def loaded(name: str) -> DeepseekV41Model:
+def loaded(name: str, device: str = "cpu") -> DeepseekV41Model:
     """Random weights are slow to make: one model for all engines of a configuration, which set it up anew."""
     topology = plan(name)
-    return make_model(topology, RandomWeights(topology, 3, released=True))
+    return make_model(topology, RandomWeights(topology, 3, released=True), device=device)
 
 
 def engine_of(monkeypatch: pytest.MonkeyPatch, where: Path, name: str, device: str, **settings: Any) -> Engine:
     """A small engine with ``loaded(name)``; ``where`` is an empty directory, or one of an earlier call with this name."""
-    if device != "cpu":
-        pytest.skip("the model of these engines is on the CPU")
-    monkeypatch.setattr("deepinfer.engine.assembly.load_model", lambda *_: loaded(name))
+    monkeypatch.setattr("deepinfer.engine.assembly.load_model", lambda *_: loaded(name, device))
     defaults: dict[str, Any] = {
         "load_format": "dummy", "num_kv_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 160, "max_model_len": 640,
         "num_threads": 1,
@@ -78,8 +77,10 @@ class Told:
     def __call__(self, batch: Any, hidden: Any, new: Any, kv: Any, draw: Any, count: int) -> Drafts:
         made = self._draft(batch, hidden, new, kv, draw, count)
         self.calls += 1
-        rows = [self._told(int(token), int(at), ids) for token, at, ids in zip(new.token, new.position, made.ids.tolist(), strict=True)]
-        return Drafts(torch.tensor(rows, device=made.ids.device), made.confidence)
+        with allow_device_sync():
+            asked = zip(new.token.tolist(), new.position.tolist(), made.ids.tolist(), strict=True)
+            rows = [self._told(token, at, ids) for token, at, ids in asked]
+            return Drafts(torch.tensor(rows, device=made.ids.device), made.confidence)
 
     def _told(self, token: int, position: int, ids: list[int]) -> list[int]:
         known = next((s for s in self._streams if position < len(s) and s[position] == token), None)
@@ -117,11 +118,13 @@ class Noted:
 
     def __call__(self, batch: Any, hidden: Any, new: Any, kv: Any, draw: Any, count: int) -> Drafts:
         made = self._draft(batch, hidden, new, kv, draw, count)
-        slots, known = batch.state.state_row[new.sequence].tolist(), self._engine._answers
-        for nth, (slot, position) in enumerate(zip(slots, new.position.tolist(), strict=True)):
-            answer = known.by_handle[int(known.handle_of_slot[slot])]
-            bits = made.confidence[nth].cpu().numpy().tobytes()
-            self.made[answer.request.request_id, answer.index, position] = (made.ids[nth].tolist(), bits)
+        known = self._engine._answers
+        with allow_device_sync():
+            slots = batch.state.state_row[new.sequence].tolist()
+            for nth, (slot, position) in enumerate(zip(slots, new.position.tolist(), strict=True)):
+                answer = known.by_handle[int(known.handle_of_slot[slot])]
+                bits = made.confidence[nth].cpu().numpy().tobytes()
+                self.made[answer.request.request_id, answer.index, position] = (made.ids[nth].tolist(), bits)
         return made
 
     def same_as(self, other: Noted) -> tuple[int, list[Place]]:

@@ -29,6 +29,7 @@ from deepinfer.models import load_model, resolve_model
 from deepinfer.models.base import Drafts
 from deepinfer.models.deepseek_v41.forward import DeepseekV41Model
 from deepinfer.models.deepseek_v41.make_checkpoint import make_checkpoint
+from deepinfer.worker.sync_guard import allow_device_sync
 from deepseek_v41.weights_kit import config
 
 MAX_LEN = 128
@@ -87,12 +88,13 @@ def told(target: DeepseekV41Model, streams: list[list[int]], right: Callable[[in
 
     def given(batch: Any, hidden: Any, new: Any, kv: Any, draw: Any, count: int) -> Drafts:
         made = draft(batch, hidden, new, kv, draw, count)
-        rows = made.ids.tolist()
-        for row, token, at in zip(rows, new.token.tolist(), new.position.tolist(), strict=True):
-            known = next((s for s in streams if at < len(s) and s[at] == token), ())
-            ahead = known[at + 1 : at + 1 + min(right(at), count)]
-            row[: len(ahead)] = ahead
-        return Drafts(torch.tensor(rows, device=made.ids.device), made.confidence)
+        with allow_device_sync():
+            rows = made.ids.tolist()
+            for row, token, at in zip(rows, new.token.tolist(), new.position.tolist(), strict=True):
+                known = next((s for s in streams if at < len(s) and s[at] == token), ())
+                ahead = known[at + 1 : at + 1 + min(right(at), count)]
+                row[: len(ahead)] = ahead
+            return Drafts(torch.tensor(rows, device=made.ids.device), made.confidence)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, "draft", given)

@@ -179,9 +179,11 @@ def compare(loaded: DeepseekV41Parameters, rounded: bool, device: str, monkeypat
 def test_a_stage_of_the_release_drafts_as_the_reference(
     loaded: DeepseekV41Parameters, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is rounded: 1e-5 as at any width (logits are about 5; measured 3e-6)."""
+    """Nothing is rounded: 1e-5 as at any width (logits are about 5; measured 3e-6). A GPU adds in another order than the reference,
+    which stays on the CPU: measured 1.2e-5."""
+    bound = 1e-5 if device == "cpu" else 3e-5
     for off, unsure, logits, confidence in compare(loaded, False, device, monkeypatch):
-        assert off.max() < 1e-5 and unsure.max() < 1e-5
+        assert off.max() < bound and unsure.max() < bound
         assert logits.std() > 0.5 and confidence.std() > 0.1
 
 

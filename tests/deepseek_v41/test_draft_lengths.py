@@ -45,7 +45,7 @@ class Lengths:
         return made
 
     def _noting(self, rows: np.ndarray, *rest: Any) -> None:
-        self.steps.append((self._used, (rows - 1).tolist()))
+        self.steps.append((self._used.cpu(), (rows - 1).tolist()))
         self._completed(rows, *rest)
 
 

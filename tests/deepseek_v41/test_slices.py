@@ -40,17 +40,15 @@ class Made:
     """Makes engines of ``tiny128`` that share one model; the tier of each, ``None`` = no slices."""
 
     def __init__(self, patch: pytest.MonkeyPatch, where: Path, device: str) -> None:
-        if device != "cpu":
-            pytest.skip("the model of these engines is on the CPU")
-        patch.setattr("deepinfer.engine.assembly.load_model", lambda *_: loaded("tiny128"))
-        self._where = write_config(where, "tiny128")
+        patch.setattr("deepinfer.engine.assembly.load_model", lambda *_: loaded("tiny128", device))
+        self._where, self._device = write_config(where, "tiny128"), device
 
     def __call__(self, slices: HostSlices | None = None, cls: type[Engine] = Engine, **settings: Any) -> Any:
         small = {
             "load_format": "dummy", "dtype": "float32", "quiet": True, "num_threads": 1, "num_kv_blocks": 60, "max_num_seqs": 4,
             "max_num_batched_tokens": 1024, "max_model_len": 3200, "state_snapshot_gib": 0, "swap_space_gib": 0,
         }  # fmt: skip
-        return cls(EngineConfig(model=self._where, device="cpu", **{**small, **settings}), slices=slices)
+        return cls(EngineConfig(model=self._where, device=self._device, **{**small, **settings}), slices=slices)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +191,7 @@ def test_what_is_computed_again_writes_nothing_that_others_read(
     assert (off == 0) if policy == "exact" else (0 < off < 2.0), off
 
 
-def test_slices_do_not_know_of_drafts(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_do_not_know_of_drafts(made: Made, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The boundary at 128 is passed while drafts are made, by steps that keep 0 to 5 of them from every place before it."""
     prompt, count = text(117), 22
     params = FIRST.clone(max_tokens=count, logprobs=None)
@@ -213,7 +211,7 @@ def test_slices_do_not_know_of_drafts(made: Made, monkeypatch: pytest.MonkeyPatc
     (key,) = tiers[0]._slices
     assert [tier._slices for tier in tiers[1:]] == [tiers[0]._slices] * (DRAFTS + 1)
     # Six places of each ring are outside of the window, and cleared.
-    caches = loaded("tiny128").caches
+    caches = loaded("tiny128", device).caches
     kept = torch.frombuffer(bytearray(tiers[0]._slices[key]), dtype=torch.uint8)[None]
     assert kept.numel() == STORED
     for rows in caches.stored.views(kept, 0).values():
