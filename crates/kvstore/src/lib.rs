@@ -1,7 +1,8 @@
 //! The KV store: objects named by chain hash, which outlive the engine that made them and are shared by every engine that asks.
 //!
 //! Owns: identity and records of objects ([`key`], [`object`]), where their bytes lie ([`media`], and [`backend`] below it), which
-//! are kept ([`index`], [`policy`]), how a loss is made good ([`erasure`]), and how all of it is reached ([`server`], [`client`], [`wire`]).
+//! are kept ([`index`], [`policy`]), how a loss is made good ([`erasure`]), and how all of it is reached ([`server`], [`client`],
+//! [`cluster`], [`wire`]; engines through [`upstream`]).
 //!
 //! Never touches: what the bytes of an object mean, devices, sequences, Python. It computes no chain hash: keys come from the engine.
 //!
@@ -13,6 +14,7 @@ pub mod catalogue;
 pub mod checksum;
 pub mod client;
 pub mod clock;
+pub mod cluster;
 pub mod directory;
 pub mod erasure;
 pub mod error;
@@ -27,6 +29,7 @@ pub mod root;
 pub mod server;
 pub mod store;
 pub mod tls;
+pub mod upstream;
 pub mod wire;
 
 pub use error::Error;

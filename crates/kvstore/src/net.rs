@@ -5,7 +5,7 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
@@ -77,7 +77,7 @@ impl Socket {
     /// Of the socket, or a time-out.
     pub fn connect(address: &Address, patience: Duration) -> io::Result<Self> {
         match address {
-            Address::Unix(path) => Ok(Self::Unix(UnixStream::connect(path)?)),
+            Address::Unix(path) => unix(path, patience).map(Self::Unix),
             Address::Tcp(_) => {
                 let until = Instant::now() + patience;
                 let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
@@ -167,6 +167,16 @@ impl Write for Socket {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Whoever listens and accepts nobody any more makes others wait once its queue is full: the time to send bounds that, too.
+fn unix(path: &Path, patience: Duration) -> io::Result<UnixStream> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with, sockopt};
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let patience = patience.max(Duration::from_millis(1));
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(patience))?;
+    connect(&socket, &SocketAddrUnix::new(path)?).map_err(|error| timed_out(error.into()))?;
+    Ok(UnixStream::from(socket))
 }
 
 /// A socket under a deadline: each read and write gets what is left of it.

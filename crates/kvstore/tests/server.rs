@@ -77,10 +77,11 @@ fn put_chain(client: &Client, first: u128, last: u128, len: usize) -> Vec<Outcom
             parent: (key > 1).then_some(Key(key - 1)),
             class: Class::Agent,
             pieces,
+            checksum: None,
         })
         .collect();
     let id = ObjectId { kind: Kind::Slice, key: Key(last) };
-    objects.push(NewObject { id, parent: Some(Key(last)), class: Class::Agent, pieces: &slice });
+    objects.push(NewObject { id, parent: Some(Key(last)), class: Class::Agent, pieces: &slice, checksum: None });
     client.put(&objects).unwrap()
 }
 
@@ -113,8 +114,8 @@ fn what_is_put_is_found_and_read() {
     let wrong = bytes_of(77, 300_000);
     let pieces: [&[u8]; 1] = [&wrong];
     let objects = [
-        NewObject { id: block(5), parent: Some(Key(4)), class: Class::Chat, pieces: &pieces },
-        NewObject { id: block(50), parent: Some(Key(49)), class: Class::Chat, pieces: &pieces },
+        NewObject { id: block(5), parent: Some(Key(4)), class: Class::Chat, pieces: &pieces, checksum: None },
+        NewObject { id: block(50), parent: Some(Key(49)), class: Class::Chat, pieces: &pieces, checksum: None },
     ];
     assert_eq!(other.put(&objects).unwrap(), [Outcome::Conflict, Outcome::NoParent]);
     assert_eq!(get(&client, 5, 300_000).unwrap(), bytes_of(5, 300_000), "the first write stays");

@@ -48,7 +48,10 @@ fn ranges_and_whole_objects_in_one_call() {
         Want { id: objects[2].meta.id, start: 100, into: &mut part },
     ];
     let got = store.get(TENANT, &mut wants);
-    assert!(matches!(got[..], [Got::Hit, Got::Miss, Got::Refused(Error::Invalid(_)), Got::Hit]), "{got:?}");
+    assert!(
+        matches!(got[..], [Got::Hit { .. }, Got::Miss, Got::Refused(Error::Invalid(_)), Got::Hit { .. }]),
+        "{got:?}"
+    );
     assert_eq!(whole, objects[0].bytes);
     assert_eq!(part, objects[2].bytes[100..170]);
     let counts = store.stats().counts;

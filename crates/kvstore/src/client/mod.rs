@@ -52,6 +52,8 @@ pub struct ClientConfig {
     pub connect: Duration,
     /// Time for a check: a server that is slower has none of the keys.
     pub check: Duration,
+    /// Time for each object of a get, and for a put to be begun.
+    pub get: Duration,
     /// Time for everything else, an object at a time.
     pub request: Duration,
     /// How long a server that did not answer is left alone.
@@ -73,6 +75,7 @@ impl ClientConfig {
             tls: None,
             connect: Duration::from_millis(300),
             check: Duration::from_millis(500),
+            get: Duration::from_secs(30),
             request: Duration::from_secs(30),
             rest: Duration::from_secs(1),
             keep: 8,
@@ -90,6 +93,8 @@ pub struct NewObject<'a> {
     pub class: Class,
     /// Its bytes, one piece after the other.
     pub pieces: &'a [&'a [u8]],
+    /// Their XXH3-64 where it is known: bytes that lack it are refused. Otherwise it is taken now.
+    pub checksum: Option<u64>,
 }
 
 /// A range of an object to be read.
@@ -167,8 +172,11 @@ impl Client {
         }
     }
 
-    /// Runs `talk` on a kept connection, once more on a fresh one if that was lost, and keeps the connection if all went well.
+    /// Runs `talk` on a kept connection, once more on a fresh one if that was lost, and keeps the connection if all went well. `time` is for the
+    /// first answer, connecting twice included: `talk` begins with what is left of it.
     fn with<T>(&self, time: Duration, mut talk: impl FnMut(&mut Link) -> Result<T, Lost>) -> Result<T, Error> {
+        let until = Instant::now() + time;
+        let left = || until.saturating_duration_since(Instant::now());
         {
             let mut pool = self.pool();
             if pool.silent_until.is_some_and(|until| Instant::now() < until) {
@@ -183,6 +191,9 @@ impl Client {
             None => self.fresh(self.config.connect.min(time)),
         };
         loop {
+            if let Ok(open) = &mut link {
+                open.allow(left());
+            }
             let ended = match link {
                 Ok(mut open) => match talk(&mut open) {
                     Ok(value) => {
@@ -204,7 +215,7 @@ impl Client {
                     // All kept ones are of the same age.
                     self.pool().idle.clear();
                     first = false;
-                    link = self.fresh(self.config.connect.min(time));
+                    link = self.fresh(self.config.connect.min(left()));
                 }
                 Lost::Gone(error) | Lost::Slow(error) => {
                     let mut pool = self.pool();
@@ -228,8 +239,7 @@ impl Client {
     pub fn check(&self, chain: &[Key], slices: u32) -> Result<CheckAnswer, Error> {
         check_chain(chain)?;
         let body = CheckRequest::encode(slices, chain);
-        let answer = self.with(self.config.check, |link| {
-            link.allow(self.config.check);
+        let answer = self.with(self.config.connect + self.config.check, |link| {
             link.ask(Op::Check, &body)?;
             let answer = link.answer()?;
             CheckAnswer::decode(answer).map_err(Lost::nonsense)
@@ -245,31 +255,42 @@ impl Client {
     /// # Errors
     /// [`Error::Invalid`], [`Error::Unavailable`].
     pub fn get(&self, fetches: &mut [Fetch<'_>]) -> Result<Vec<bool>, Error> {
-        let mut hits = Vec::with_capacity(fetches.len());
-        for fetches in fetches.chunks_mut(MAX_ITEMS) {
-            let items: Vec<GetItem> = fetches
-                .iter()
-                .map(|fetch| GetItem { id: fetch.id, start: fetch.start, len: fetch.into.len() as u32 })
-                .collect();
-            let body = GetRequest::encode(&items);
-            let found = self.with(self.config.connect.max(self.config.request), |link| {
-                link.allow(self.config.request);
-                link.ask(Op::Get, &body)?;
-                link.answer()?;
-                let mut found = Vec::with_capacity(items.len());
-                for fetch in fetches.iter_mut() {
-                    link.allow(self.config.request);
-                    let start = AnswerStart::decode(&link.array()?).map_err(Lost::nonsense)?;
-                    if start.hit {
-                        link.read(fetch.into)?;
-                    }
-                    found.push(start.hit && checksum(fetch.into) == start.checksum);
-                }
-                Ok(found)
-            })?;
-            hits.extend(found);
+        let (sums, error) = self.fetch(fetches);
+        error.map_or_else(|| Ok(sums.iter().map(Option::is_some).collect()), Err)
+    }
+
+    /// The same, with the XXH3-64 of what was read. What had arrived before an error counts.
+    pub fn fetch(&self, fetches: &mut [Fetch<'_>]) -> (Vec<Option<u64>>, Option<Error>) {
+        let mut sums = vec![None; fetches.len()];
+        for (fetches, some) in fetches.chunks_mut(MAX_ITEMS).zip(sums.chunks_mut(MAX_ITEMS)) {
+            if let Err(error) = self.fetch_some(fetches, some) {
+                return (sums, Some(error));
+            }
         }
-        Ok(hits)
+        (sums, None)
+    }
+
+    fn fetch_some(&self, fetches: &mut [Fetch<'_>], sums: &mut [Option<u64>]) -> Result<(), Error> {
+        let items: Vec<GetItem> = fetches
+            .iter()
+            .map(|fetch| GetItem { id: fetch.id, start: fetch.start, len: fetch.into.len() as u32 })
+            .collect();
+        let body = GetRequest::encode(&items);
+        self.with(self.config.connect.max(self.config.get), |link| {
+            link.ask(Op::Get, &body)?;
+            link.answer()?;
+            for (fetch, sum) in fetches.iter_mut().zip(sums.iter_mut()) {
+                let start = AnswerStart::decode(&link.array()?).map_err(Lost::nonsense)?;
+                // What an earlier connection brought is written over from here on.
+                *sum = None;
+                if start.hit {
+                    link.read(fetch.into)?;
+                }
+                *sum = (start.hit && checksum(fetch.into) == start.checksum).then_some(start.checksum);
+                link.allow(self.config.get);
+            }
+            Ok(())
+        })
     }
 
     /// Writes objects, parents before children: what became of each is final. Those that are there are not sent.
@@ -299,12 +320,11 @@ impl Client {
         for object in group {
             let len: usize = object.pieces.iter().map(|piece| piece.len()).sum();
             let len = u32::try_from(len).map_err(|_| Error::Invalid(format!("{} is longer than 4 GiB", object.id)))?;
-            let sum = Sum::of(object.pieces);
+            let sum = object.checksum.unwrap_or_else(|| Sum::of(object.pieces));
             items.push(MetaFields { id: object.id, parent: object.parent, class: object.class, len, checksum: sum });
         }
         let body = encode_start(&items);
-        self.with(self.config.request, |link| {
-            link.allow(self.config.request);
+        self.with(self.config.connect.max(self.config.get), |link| {
             link.ask(Op::Start, &body)?;
             let started = decode_started(link.answer()?).map_err(Lost::nonsense)?;
             if started.len() != group.len() {
@@ -340,8 +360,7 @@ impl Client {
     /// # Errors
     /// [`Error::Unavailable`], or why the server does not let this client in.
     pub fn ping(&self) -> Result<(), Error> {
-        self.with(self.config.check, |link| {
-            link.allow(self.config.check);
+        self.with(self.config.connect + self.config.check, |link| {
             link.ask(Op::Ping, &[])?;
             link.answer().map(drop)
         })
@@ -353,7 +372,6 @@ impl Client {
     /// [`Error::Invalid`], [`Error::Unavailable`].
     pub fn admin(&self, command: &str) -> Result<String, Error> {
         self.with(self.config.request, |link| {
-            link.allow(self.config.request);
             link.ask(Op::Admin, command.as_bytes())?;
             let answer = link.answer()?;
             String::from_utf8(answer.to_vec()).map_err(|_| Lost::nonsense("an answer that is no text"))

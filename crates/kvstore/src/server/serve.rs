@@ -9,10 +9,11 @@ use crate::checksum::checksum;
 use crate::error::Error;
 use crate::net::{Connection, Socket, Timed};
 use crate::object::{Meta, TenantId};
-use crate::store::{Put, PutId, Rule, Started, Want};
+use crate::store::{PutId, Rule, Started, Want};
+use crate::upstream::outcome;
 use crate::wire::{
     AnswerStart, CheckAnswer, CheckRequest, GetItem, GetRequest, Greeting, HEADER, Header, Hello, MAX_BODY, MAX_WRITE,
-    Malformed, Op, Outcome, Role, Roles, Status, Welcome, WriteHead, decode_put_ids, decode_start, encode_outcomes,
+    Malformed, Op, Role, Roles, Status, Welcome, WriteHead, decode_put_ids, decode_start, encode_outcomes,
     encode_started,
 };
 
@@ -362,17 +363,5 @@ impl Peer<'_> {
     fn frame(&mut self, number: u32, status: Status, body: &[u8]) -> Result<(), Fault> {
         let head = Header { op: Op::Answer, status, number, len: body.len() as u32 }.encode();
         Ok(self.connection.write_pieces(&mut [IoSlice::new(&head), IoSlice::new(body)])?)
-    }
-}
-
-fn outcome(put: &Put) -> Outcome {
-    match put {
-        Put::Stored => Outcome::Stored,
-        Put::Exists => Outcome::Exists,
-        Put::Conflict => Outcome::Conflict,
-        Put::NoParent => Outcome::NoParent,
-        Put::Failed(Error::Full(_)) => Outcome::Full,
-        Put::Failed(Error::Invalid(_) | Error::Damaged(..)) => Outcome::Invalid,
-        Put::Failed(_) => Outcome::Failed,
     }
 }

@@ -48,7 +48,12 @@ pub struct Want<'a> {
 #[derive(Debug)]
 pub enum Got {
     /// The bytes. Of a whole object they have its checksum; of a part, its header was right.
-    Hit,
+    Hit {
+        /// Length of the whole object.
+        len: u32,
+        /// XXH3-64 of the whole object.
+        checksum: u64,
+    },
     /// Nothing to be used.
     Miss,
     /// The caller asked for what cannot be: a range beyond the object.
@@ -58,7 +63,7 @@ pub enum Got {
 impl Got {
     /// Whether the bytes are there.
     pub fn is_hit(&self) -> bool {
-        matches!(self, Self::Hit)
+        matches!(self, Self::Hit { .. })
     }
 }
 
@@ -158,7 +163,7 @@ impl Store {
             for ((at, entry), result) in next.into_iter().zip(results) {
                 last[at] = Some(entry.place);
                 match result {
-                    Ok(()) => answers[at] = Got::Hit,
+                    Ok(()) => answers[at] = Got::Hit { len: entry.len, checksum: entry.checksum },
                     Err(Error::Invalid(text)) => answers[at] = Got::Refused(Error::Invalid(text)),
                     Err(Error::Damaged(..)) => self.quarantine(&entry),
                     // Gone, or moved meanwhile.
