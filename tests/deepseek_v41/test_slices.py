@@ -6,6 +6,7 @@ needs 5 · 127 + 1 = 636 tokens behind it, one without 10 · 127 + 1 = 1271, of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -191,7 +192,8 @@ def test_what_is_computed_again_writes_nothing_that_others_read(
     assert (off == 0) if policy == "exact" else (0 < off < 2.0), off
 
 
-def test_slices_do_not_know_of_drafts(made: Made, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.nightly
+def test_slices_do_not_know_of_drafts(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """The boundary at 128 is passed while drafts are made, by steps that keep 0 to 5 of them from every place before it."""
     prompt, count = text(117), 22
     params = FIRST.clone(max_tokens=count, logprobs=None)
@@ -208,15 +210,42 @@ def test_slices_do_not_know_of_drafts(made: Made, device: str, monkeypatch: pyte
             told = Told(patch, engine, [[*prompt, *answer]], lambda position, turn=turn: (position * (turn + 1) + turn) % (DRAFTS + 1))
             assert generate(engine, [prompt], params)[0].tokens == answer
             assert told.calls > 0 and (engine.core_stats()["accepted"] > 0 or turn == 5)
-    (key,) = tiers[0]._slices
-    assert [tier._slices for tier in tiers[1:]] == [tiers[0]._slices] * (DRAFTS + 1)
+    assert len(tiers[0]._slices) == 1 and [tier._slices for tier in tiers[1:]] == [tiers[0]._slices] * (DRAFTS + 1)
+
+
+def test_every_pattern_of_drafts_across_the_boundary_leaves_one_slice(made: Made, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six sequences stand at the six places before the boundary; with a step in flight each keeps 0 to 5 of five drafts in every step."""
+    prompt, count, boundary = text(117), 22, 128
+    params = FIRST.clone(logprobs=None)
+    undrafted = HostSlices(100 * STORED)
+    with made(undrafted, zero_overhead=False) as engine:
+        stream = [*prompt, *generate(engine, [prompt], params.clone(max_tokens=count))[0].tokens]
+    (wanted,) = undrafted._slices.values()
+    tier, kept, stood = HostSlices(100 * STORED), 0, Counter[int]()
+
+    def right(position: int) -> int:
+        stood[position] += 1
+        return kept
+
+    places = range(boundary - DRAFTS - 1, boundary)
+    with made(tier, speculative="dspark", max_num_seqs=6, draft_budget=6 * DRAFTS) as engine:
+        Told(monkeypatch, engine, [stream], right)
+        for kept in range(DRAFTS + 1):
+            stood.clear()
+            for place in places:
+                rest = params.clone(max_tokens=len(stream) - place)
+                engine.add_request(request(f"{place} {kept}", stream[:place], rest, salt=f"{place} {kept}".encode()))
+            assert all([*stream[: int(name.split()[0])], *a.tokens] == stream for (name, _), a in collect(engine).items())
+            # Where steps begin: at each of the places, and from there on every ``kept + 1`` tokens.
+            begun = Counter(p for place in places for p in range(place, boundary + DRAFTS + 1, kept + 1))
+            assert {p: stood[p] for p in begun} == begun, kept
+        assert engine._core.check() is None
+    assert len(tier._slices) == 36 and set(tier._slices.values()) == {wanted}
     # Six places of each ring are outside of the window, and cleared.
-    caches = loaded("tiny128", device).caches
-    kept = torch.frombuffer(bytearray(tiers[0]._slices[key]), dtype=torch.uint8)[None]
-    assert kept.numel() == STORED
-    for rows in caches.stored.views(kept, 0).values():
-        held = [bool(row.any()) for row in rows[0]]
-        assert held == [place < 128 for place in range(134)]
+    bytes_of = torch.frombuffer(bytearray(wanted), dtype=torch.uint8)[None]
+    assert bytes_of.numel() == STORED
+    for rows in loaded("tiny128", device).caches.stored.views(bytes_of, 0).values():
+        assert [bool(row.any()) for row in rows[0]] == [place < 128 for place in range(134)]
 
 
 @pytest.mark.nightly
