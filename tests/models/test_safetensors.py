@@ -96,6 +96,24 @@ def test_missing_unexpected_and_misshaped_tensors_are_named() -> None:
             load_model(resolve_model(str(directory)))
 
 
+def test_of_many_that_are_missing_or_unexpected_ten_are_named() -> None:
+    for change, what in (
+        (
+            lambda t: [t.pop(name) for name in sorted(t) if "layers.1." in name],
+            r"12 tensors are missing, the first of them from .*: '.* and 2 more",
+        ),
+        (
+            lambda t: t.update({f"stray.{n:02}": torch.zeros(2) for n in range(11)}),
+            r"11 tensors are not part of this .*: 'stray.00', .*'stray.09' and 1 more",
+        ),
+    ):
+        directory = save("qwen2")
+        edit(directory, change)
+        with pytest.raises(CheckpointError, match=what) as caught:
+            load_model(resolve_model(str(directory)))
+        assert len(str(caught.value).split(", '")) == 10
+
+
 @pytest.mark.parametrize("keep", [0.99, 0.5, 0.001])
 def test_a_truncated_file_is_named(keep: float) -> None:
     directory = save("llama")

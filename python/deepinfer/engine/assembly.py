@@ -25,7 +25,7 @@ from deepinfer.kernels import KERNEL_SET
 from deepinfer.kvcache.layout import KvLayout, form_of
 from deepinfer.kvcache.state_slices import HostSlices, SliceTier
 from deepinfer.models import ResolvedModel, load_model, resolve_model
-from deepinfer.models.base import Model, ModelOptions, PagedGroup, StateGroup
+from deepinfer.models.base import Model, ModelOptions, PagedGroup, RemarkingModel, StateGroup
 from deepinfer.models.contract import checked_groups
 from deepinfer.speculative import Drafting, ModelDrafting, NgramDrafting, SpeculativeSettings
 from deepinfer.worker import sync_guard
@@ -222,6 +222,8 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     kept = plan_slices(config, state, slices)
     if not run.quiet:
         print(report(run, plan, config.model, weights, snapshots.amount, kept.amount), file=sys.stderr)
+        for remark in model.remarks if isinstance(model, RemarkingModel) else ():
+            print(f"  {remark}", file=sys.stderr)
     return Assembly(config, run, resolved, model, speculative, options, paged, state, plan, swap, snapshots, kept)
 
 

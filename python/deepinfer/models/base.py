@@ -263,6 +263,14 @@ class Drafter(Model, Protocol):
         """
 
 
+@runtime_checkable
+class RemarkingModel(Model, Protocol):
+    """A model with something to say of its checkpoint to whoever starts an engine with it."""
+
+    remarks: tuple[str, ...]
+    """One line each; empty = nothing to say."""
+
+
 class Fillable(Protocol):
     """The part of a loadable model that takes its weights."""
 

@@ -27,11 +27,11 @@ from ..loaders.dummy import DummySource
 from ..loaders.load import check_load_format
 from ..loaders.resolved import ResolvedModel
 from ..loaders.safetensors_source import SafetensorsSource
-from ..loaders.source import Progress, fill
+from ..loaders.source import Progress, check_names, fill
 from .caches import Storage, pending_places, plan_caches
 from .containers import DeepseekV4Parameters
 from .layer import Layer
-from .loading import WithTables
+from .loading import ReleasedNames, WithTables
 from .topology import DeepseekV4Topology, LayerKind, read_topology
 
 
@@ -43,6 +43,8 @@ class DeepseekV4Model(BlockModel[DeepseekV4Parameters]):
         self.topology = topology
         self.vocab_size, self.max_position = topology.vocab, topology.max_position
         self.block_tokens = topology.page_tokens
+        self.remarks: tuple[str, ...] = ()
+        """See ``base.RemarkingModel``."""
         self.layers: list[Layer] = []
         """In runtime layout, in order; filled by ``finish_loading``."""
         self._mix: PackedMix | None = None
@@ -60,11 +62,18 @@ class DeepseekV4Model(BlockModel[DeepseekV4Parameters]):
         found = check_load_format(source, load_format)
         if found not in ("dummy", "safetensors"):
             raise UnsupportedFormatError(f"{source.name}: this family is read from safetensors in plain floats only, not from {found}")
-        model = cls.from_config(source.config, dtype, device)
         if found == "dummy":
+            model = cls.from_config(source.config, dtype, device)
             fill(model, WithTables(DummySource(model.parameter_shapes(), seed), model.topology, seed), progress)
-        else:
-            fill(model, WithTables(SafetensorsSource(source.weight_files), model.topology), progress)
+            return model
+        stored = ReleasedNames(SafetensorsSource(source.weight_files))
+        check_names(cls.from_config(source.config, dtype, torch.device("meta")), stored)  # before there is memory
+        model = cls.from_config(source.config, dtype, device)
+        fill(model, WithTables(stored, model.topology), progress)
+        stages = sum(name.startswith("mtp.") for name in stored.names())
+        if stages:
+            left = f"draft stages of the checkpoint are left out (mtp.*, {stages} of its tensors)"
+            model.remarks = (f"{left}; speculative='ngram' drafts without them",)
         return model
 
     @classmethod

@@ -1,8 +1,9 @@
-"""Tables of experts by token, which are whole numbers that must name experts: as a checkpoint has them, or drawn."""
+"""What a checkpoint's tensors are called, and tables of experts by token: whole numbers that must name experts, as stored or drawn."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 
 import torch
@@ -13,6 +14,54 @@ from .containers import table_name
 from .topology import DeepseekV4Topology
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+_SAVED = (
+    (re.compile(r"model\."), ""),
+    (re.compile(r"embed_tokens\."), "embed."),
+    (re.compile(r"hc_head\.hc_"), "hc_head_"),
+    (re.compile(r"(layers\.\d+\.attn\.)norm\."), r"\1kv_norm."),
+)
+"""What ``save_pretrained`` of transformers 5 calls otherwise than the release does, in the order to undo it."""
+
+
+def released_name(name: str) -> str:
+    """The release's name of a tensor that may be called as ``save_pretrained`` calls it."""
+    for saved, released in _SAVED:
+        match = saved.match(name)
+        if match is not None:
+            name = match.expand(released) + name[match.end() :]
+    return name
+
+
+class ReleasedNames:
+    """A source under the release's names, whichever of the two its checkpoint has; ``CheckpointError`` for a tensor that is there twice."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._stored: dict[str, str] = {}
+        for name in source.names():
+            other = self._stored.setdefault(released_name(name), name)
+            if other != name:
+                raise CheckpointError(
+                    f"tensors {other!r} in {source.where(other)} and {name!r} in {source.where(name)} are the same one under two names; "
+                    "keep one of them"
+                )
+
+    def names(self) -> Iterable[str]:
+        """See ``WeightSource``."""
+        return self._stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``WeightSource``."""
+        return self._source.shape(self._stored[name])
+
+    def where(self, name: str) -> str:
+        """See ``WeightSource``."""
+        return self._source.where(self._stored.get(name, name))
+
+    def read(self, name: str) -> torch.Tensor:
+        """See ``WeightSource``."""
+        return self._source.read(self._stored[name])
 
 
 class WithTables:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +28,7 @@ _ADAPTER_MARKS = {
 }
 
 
+_LISTED = 10
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,6 +70,39 @@ def _check_numbers(name: str, tensor: torch.Tensor, dtype: torch.dtype, source: 
         )
 
 
+def _named(names: Sequence[str], one: str, many: str) -> str:
+    """``tensor 'a'`` and what is said of it, or how many there are with the first ten."""
+    if len(names) == 1:
+        return f"tensor {names[0]!r} {one}"
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{len(names)} tensors {many}: {', '.join(map(repr, names[:_LISTED]))}{more}"
+
+
+def check_names(model: Fillable, source: WeightSource) -> dict[str, tuple[int, ...]]:
+    """What ``model`` needs, name by name, once ``source`` has all of it, in these shapes, and nothing else; reads no data.
+
+    Raises ``CheckpointError`` for the first kind of mistake, in this order: the first ten tensors that are missing, one that has another
+    shape, the first ten that are not part of the model; ``ModelContractError`` as ``fill`` does.
+    """
+    wanted = check_shapes(model)
+    present = set(source.names())
+    refuse_marked(present - wanted.keys())
+    missing = [name for name in wanted if name not in present]
+    if missing:
+        where = source.where(missing[0])
+        raise CheckpointError(_named(missing, f"is missing from {where}", f"are missing, the first of them from {where}"))
+    for name, shape in wanted.items():
+        found = source.shape(name)
+        if found != shape:
+            raise CheckpointError(f"tensor {name!r} in {source.where(name)} has shape {list(found)}, the configuration needs {list(shape)}")
+    optional = model.optional_tensors()
+    extra = [name for name in sorted(present - wanted.keys()) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in optional)]
+    if extra:
+        where, part = source.where(extra[0]), "part of this architecture with this configuration"
+        raise CheckpointError(_named(extra, f"in {where} is not {part}", f"are not {part}, the first of them in {where}"))
+    return wanted
+
+
 def fill(model: Fillable, source: WeightSource, progress: Progress | None = None) -> None:
     """Copies every parameter of ``model`` from ``source``, converting to the parameter's dtype.
 
@@ -76,19 +110,7 @@ def fill(model: Fillable, source: WeightSource, progress: Progress | None = None
     missing, unexpected, of another shape or holds NaN or infinity, ``ModelContractError`` naming a parameter whose place is
     not what the model declares.
     """
-    wanted = check_shapes(model)
-    present = set(source.names())
-    refuse_marked(present - wanted.keys())
-    for name, shape in wanted.items():
-        if name not in present:
-            raise CheckpointError(f"tensor {name!r} is missing from {source.where(name)}")
-        found = source.shape(name)
-        if found != shape:
-            raise CheckpointError(f"tensor {name!r} in {source.where(name)} has shape {list(found)}, the configuration needs {list(shape)}")
-    optional = model.optional_tensors()
-    for name in sorted(present - wanted.keys()):
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in optional):
-            raise CheckpointError(f"tensor {name!r} in {source.where(name)} is not part of this architecture with this configuration")
+    wanted = check_names(model, source)
     total = sum(model.parameter(name).nbytes for name in wanted)
     done = 0
     for name in wanted:
