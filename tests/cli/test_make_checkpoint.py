@@ -32,6 +32,8 @@ def test_it_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (("--config", str(TINY), "."), "not an empty directory"),
         (("--config", str(TINY), "llama.json"), "not an empty directory"),
         (("--config", str(TINY), "--shard-gb", "0", "made"), "--shard-gb"),
+        (("--config", str(TINY), "--shard-gb", "nan", "made"), "--shard-gb nan"),
+        (("--config", str(TINY), "--shard-gb", "inf", "made"), "--shard-gb inf"),
         (("--config", str(TINY)), "DIR"),
         (("made",), "--config"),
     ],

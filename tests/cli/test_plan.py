@@ -95,6 +95,11 @@ def test_any_family_is_counted_as_it_loads(capsys: pytest.CaptureFixture[str], t
         ((str(FULL), "--gpus", "-1"), "number of GPUs"),
         ((str(FULL), "--gpus", "1", "--max-model-len", "2000000"), "1048576"),
         ((str(FULL), "--max-num-seqs", "0"), "--max-num-seqs"),
+        ((str(FULL), "--gpus", "1", "--gpu-gb", "nan"), "--gpu-gb nan"),
+        ((str(FULL), "--gpus", "1", "--gpu-gb", "inf"), "--gpu-gb inf"),
+        ((str(FULL), "--host-gb", "inf"), "--host-gb inf"),
+        ((str(FULL), "--host-gb", "-1"), "--host-gb -1"),
+        ((str(FULL), "--gpus", "1", "--kv-memory-fraction", "nan"), "fraction"),
         (("/nonexistent",), "no such file"),
     ],
 )

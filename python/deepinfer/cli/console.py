@@ -28,6 +28,17 @@ class RunError(Exception):
     """A command failed while running for a reason it can name; printed on one line, exit code 1."""
 
 
+def gigabytes(option: str, value: float) -> int:
+    """Bytes of an option in 10^9 bytes.
+
+    Raises:
+        UserError: it is not above 0, or no number of bytes at all.
+    """
+    if not 0 < value < 1e15:
+        raise UserError(f"{option} {value:g} must be above 0 and a size")
+    return max(1, int(value * 1e9))
+
+
 def note(text: str) -> None:
     """Writes one line for a person to stderr; stdout carries answers only."""
     print(text, file=sys.stderr, flush=True)

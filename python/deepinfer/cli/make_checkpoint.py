@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the checkpoint and says what it is."""
-    if args.shard_gb <= 0:
-        raise console.UserError(f"--shard-gb {args.shard_gb:g} must be above 0")
+    shard_bytes = console.gigabytes("--shard-gb", args.shard_gb)
     from deepinfer.models.config import read_json
     from deepinfer.models.deepseek_v41.make_checkpoint import make_checkpoint
 
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         def show(done: int, total: int) -> None:
             bar.set_postfix_str(f"{done / 1e9:.1f} of {total / 1e9:.1f}")
 
-        made = make_checkpoint(config, Path(args.directory), args.seed, args.plain, int(args.shard_gb * 1e9), show)
+        made = make_checkpoint(config, Path(args.directory), args.seed, args.plain, shard_bytes, show)
     if args.json:
         console.print_json(
             {"directory": str(made.directory), "tensors": made.tensors, "bytes": made.nbytes, "shards": made.shards, "seed": args.seed}

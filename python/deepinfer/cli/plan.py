@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints sizes and, if a machine was given, what fits it."""
     if args.max_num_seqs < 1:
         raise console.UserError(f"--max-num-seqs {args.max_num_seqs} must be above 0")
+    gpu_bytes = console.gigabytes("--gpu-gb", args.gpu_gb)
+    host_bytes = None if args.host_gb is None else console.gigabytes("--host-gb", args.host_gb)
     import torch
 
     from deepinfer.engine.fit import Machine, fit
@@ -51,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = read_sizes(_config(args.model), getattr(torch, args.dtype), args.block_size)
     machine = found = None
     if args.gpus or args.host_gb is not None:
-        host = None if args.host_gb is None else int(args.host_gb * 1e9)
-        machine = Machine(args.gpus, int(args.gpu_gb * 1e9), host, args.kv_memory_fraction)
+        machine = Machine(args.gpus, gpu_bytes, host_bytes, args.kv_memory_fraction)
         forms = list(sizes.weight_bytes)  # packed first, if at all; a CPU runs what they decode to
         form = args.weights or forms[0 if args.gpus else -1]
         found = fit(sizes, machine, form, args.max_num_seqs, args.max_model_len)

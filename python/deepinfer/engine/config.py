@@ -68,7 +68,8 @@ class EngineConfig:
         state_slice_gib: host memory for slices of such states, at prompts' last boundaries and where answers ended: smaller than
             snapshots, and what other engines can use. A beginning with a slice has fewer rows to compute again than without. 0 = none.
         hit_policy: of such models where a beginning has KV and no snapshot: ``exact`` computes rows again until results are those of the
-            whole prompt; ``replay`` only as many as the model was trained to bear, results then depend on what was cached.
+            whole prompt; ``replay`` only as many as the model was trained to bear, results then depend on what was cached. With a
+            truncated prefill that is approximate itself, ``exact`` hits may differ from what the prompt gives without a hit, too.
         enable_prefix_caching: keep finished blocks for prompts with the same beginning.
         seed: start of the seeds of requests that bring none.
         load_format: ``auto``, ``safetensors``, ``gguf``, or ``dummy`` (random weights from a configuration alone).

@@ -75,7 +75,7 @@ def refuse_foreign_format(config: Mapping[str, Any]) -> None:
         method = "bitsandbytes"
     if method == "fp8":
         return
-    name = FOREIGN_FORMATS.get(method, method or "unnamed")
+    name = FOREIGN_FORMATS.get(method, "an unknown method" if method else "an unnamed method")
     raise UnsupportedFormatError(
         f"checkpoints quantised with {name} are not read (quantization_config.quant_method = {method!r}); "
         "use the unquantised checkpoint, an FP8 one or a GGUF file"
@@ -115,17 +115,22 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value == "" or value == [] or value == {}
 
 
-def required_int(config: Mapping[str, Any], name: str) -> int:
-    """A positive integer field; ``UnsupportedConfigError`` names it if it is absent or something else."""
+def required_int(config: Mapping[str, Any], name: str, most: int | None = None) -> int:
+    """A positive integer field, at most ``most``; ``UnsupportedConfigError`` names it if it is absent or something else.
+
+    ``most`` is for numbers of things that are counted one by one before anything else can be found wrong with them.
+    """
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise UnsupportedConfigError(f"config field {name!r} must be a positive integer, found {value!r}")
+    if most is not None and value > most:
+        raise UnsupportedConfigError(f"config field {name!r} = {value} is not implemented; at most {most} is")
     return value
 
 
-def optional_int(config: Mapping[str, Any], name: str, default: int) -> int:
+def optional_int(config: Mapping[str, Any], name: str, default: int, most: int | None = None) -> int:
     """Like ``required_int`` with a default for absent or null."""
-    return default if config.get(name) is None else required_int(config, name)
+    return default if config.get(name) is None else required_int(config, name, most)
 
 
 def optional_float(config: Mapping[str, Any], name: str, default: float) -> float:

@@ -7,8 +7,22 @@ names once the weights are packed. Never touches: what the tensors mean, checkpo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
+
+from ..errors import UnsupportedConfigError
+
+_MOST_BYTES = 1 << 60
+
+
+def unwritten(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for the tensor (or the first of several) called ``name``; ``UnsupportedConfigError`` for more than can be counted."""
+    if prod(shape) * dtype.itemsize > _MOST_BYTES:
+        raise UnsupportedConfigError(
+            f"the sizes in config.json give tensor {name!r} the shape {list(shape)}, more than any memory holds; correct them"
+        )
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 class ParameterPlaces:
@@ -25,7 +39,7 @@ class ParameterPlaces:
 
     def add(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor of its own, not yet written."""
-        place = torch.empty(tuple(shape), dtype=dtype or self.dtype, device=self.device)
+        place = unwritten(name, shape, dtype or self.dtype, self.device)
         self.put(name, place)
         return place
 
@@ -34,7 +48,7 @@ class ParameterPlaces:
 
         For projections of one input, so that loading writes straight into the weight of a single product.
         """
-        fused = torch.empty((sum(rows),) if columns is None else (sum(rows), columns), dtype=self.dtype, device=self.device)
+        fused = unwritten(names[0], (sum(rows),) if columns is None else (sum(rows), columns), self.dtype, self.device)
         for name, part in zip(names, fused.split(list(rows)), strict=True):
             self.put(name, part)
         return fused

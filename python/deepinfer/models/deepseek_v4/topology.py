@@ -15,7 +15,7 @@ from ...errors import UnsupportedConfigError, UnsupportedFormatError
 from ...kernels.rope import RopeParameters
 from ..config import check_fields, optional_float, optional_int, refuse_foreign_format, required_int
 from ..deepseek_v41.fields import check_fixed, check_heads, check_most, int_list, read_limit, read_rope_tables
-from ..deepseek_v41.topology import AttentionSizes, MoeSizes, read_attention
+from ..deepseek_v41.topology import MOST_EXPERTS, MOST_ITERATIONS, AttentionSizes, MoeSizes, read_attention
 
 _FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_rope_head_dim",
@@ -209,7 +209,7 @@ def _moe(fields: Mapping[str, Any]) -> MoeSizes:
     _check_least_two(fields, "num_experts_per_tok", "the weight of a single expert would be its score, or 1 by another reading")
     return MoeSizes(
         width=required_int(fields, "moe_intermediate_size"),
-        experts=required_int(fields, "n_routed_experts"),
+        experts=required_int(fields, "n_routed_experts", MOST_EXPERTS),
         chosen=required_int(fields, "num_experts_per_tok"),
         normalise=True,
         scale=optional_float(fields, "routed_scaling_factor", 1.5),
@@ -246,7 +246,7 @@ def read_topology(config: Mapping[str, Any]) -> DeepseekV4Topology:
         hidden=required_int(fields, "hidden_size"),
         eps=optional_float(fields, "rms_norm_eps", 1e-6),
         streams=optional_int(fields, "hc_mult", 4),
-        sinkhorn_iterations=optional_int(fields, "hc_sinkhorn_iters", 20),
+        sinkhorn_iterations=optional_int(fields, "hc_sinkhorn_iters", 20, MOST_ITERATIONS),
         mix_eps=optional_float(fields, "hc_eps", 1e-6),
         attention=_attention(fields),
         moe=_moe(fields),

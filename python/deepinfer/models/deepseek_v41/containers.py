@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from ...kernels.block_formats import fp8_scale_shape, mxfp4_shapes
-from ..places import ParameterPlaces
+from ..places import ParameterPlaces, unwritten
 from .engram_table import EngramTable
 from .parameters import Form
 from .shared_layers import LayerKind
@@ -187,8 +187,8 @@ class _Places(ParameterPlaces):
         self._fp8 = quantised and Form.FP8 in keep_packed
         self._fp4 = quantised and Form.FP4_PAIRS in keep_packed
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+    def _empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        return unwritten(name, shape, dtype or self.dtype, self.device)
 
     def plain(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.add(name, shape, dtype)
@@ -198,26 +198,26 @@ class _Places(ParameterPlaces):
 
     def linear(self, names: Sequence[str], rows: int, width: int, scales: Scales, key: str) -> torch.Tensor:
         """``[len(names) * rows, width]``, one name after another; a quantised checkpoint has it in FP8."""
-        whole = self._empty((len(names) * rows, width), torch.float8_e4m3fn if self._fp8 else None)
+        whole = self._empty(names[0], (len(names) * rows, width), torch.float8_e4m3fn if self._fp8 else None)
         for name, part in zip(names, whole.split(rows), strict=True):
             self.put(f"{name}.weight", part)
         if self._fp8:
             down, across = fp8_scale_shape((rows, width))
-            scales[key] = self._empty((len(names) * down, across), torch.uint8)
+            scales[key] = self._empty(names[0], (len(names) * down, across), torch.uint8)
             for name, part in zip(names, scales[key].split(down), strict=True):
                 self.put(f"{name}.scale", part)
         return whole
 
     def experts(self, prefix: str, experts: int, names: Sequence[str], rows: int, width: int, scales: Scales, key: str) -> torch.Tensor:
         """``[experts, len(names) * rows, width]``; a quantised checkpoint has each expert's tensors in MXFP4."""
-        height = len(names) * rows
+        height, first = len(names) * rows, f"{prefix}0.{names[0]}"
         if not self._fp4:
-            whole = self._empty((experts, height, width))
+            whole = self._empty(first, (experts, height, width))
             self._split(prefix, names, rows, whole, "weight")
             return whole
         (_, packed), (_, blocks) = mxfp4_shapes((rows, width))
-        whole = self._empty((experts, height, packed), torch.uint8)
-        scales[key] = self._empty((experts, height, blocks), torch.uint8)
+        whole = self._empty(first, (experts, height, packed), torch.uint8)
+        scales[key] = self._empty(first, (experts, height, blocks), torch.uint8)
         self._split(prefix, names, rows, whole, "weight")
         self._split(prefix, names, rows, scales[key], "scale")
         return whole

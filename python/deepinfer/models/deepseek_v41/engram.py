@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import isqrt
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +19,9 @@ _RELEASED_MULTIPLIERS: dict[tuple[int, int], tuple[int, ...]] = {
 }
 """(compressed vocabulary, layer) → multipliers the released weights were trained with: kept as numbers, so that no change of
 numpy's generator can move a row."""
+
+_MOST_IDS, _MOST_HEADS, _MOST_ROWS = 64, 1024, 1 << 40
+"""Of an n-gram, of an n-gram size, of a head: primes are looked for one by one."""
 
 DEAD = -1
 """Compressed id of a token that takes no part in n-grams, and of the place before a sequence's start."""
@@ -61,8 +63,28 @@ class EngramTopology:
         return torch.tensor(self.multipliers, dtype=torch.int64).to(device), primes.to(device), offsets.to(device)
 
 
+_WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+"""Miller and Rabin's test with these bases is right for every number below 3.3e24."""
+
+
 def _is_prime(number: int) -> bool:
-    return number > 1 and all(number % divisor for divisor in range(2, isqrt(number) + 1))
+    if number < 2 or any(number % prime == 0 for prime in _WITNESSES):
+        return number in _WITNESSES
+    odd = number - 1
+    while odd % 2 == 0:
+        odd //= 2
+    return all(_passes(base, odd, number) for base in _WITNESSES)
+
+
+def _passes(base: int, odd: int, number: int) -> bool:
+    power = pow(base, odd, number)
+    if power == 1:
+        return True
+    while odd < number - 1:
+        if power == number - 1:
+            return True
+        power, odd = power * power % number, 2 * odd
+    return False
 
 
 def _primes_from(first: int) -> Iterator[int]:
@@ -104,14 +126,14 @@ def read_engram(fields: Mapping[str, Any], layers: int, vocab: int, quantised: b
         raise UnsupportedConfigError(
             f"config fields 'engram_layer_ids' and 'num_hidden_layers' disagree: layer {chosen[-1]} is named, there are {layers} layers"
         )
-    rows, longest = int_list(fields, "engram_num_embeddings"), required_int(fields, "engram_max_ngram_size")
+    rows, longest = int_list(fields, "engram_num_embeddings"), required_int(fields, "engram_max_ngram_size", _MOST_IDS)
     if len(rows) != len(chosen):
         raise UnsupportedConfigError(
             f"config fields 'engram_num_embeddings' and 'engram_layer_ids' disagree: {len(rows)} tables for {len(chosen)} layers"
         )
     if longest < 2:
         raise UnsupportedConfigError(f"config field 'engram_max_ngram_size' = {longest} must be at least 2")
-    heads, size = required_int(fields, "engram_n_heads"), required_int(fields, "engram_vocab_size")
+    heads, size = required_int(fields, "engram_n_heads", _MOST_HEADS), required_int(fields, "engram_vocab_size", _MOST_ROWS)
     head_dim, compressed = required_int(fields, "engram_head_dim"), required_int(fields, "engram_compressed_vocab_size")
     if quantised and head_dim % 32:
         raise UnsupportedConfigError(

@@ -216,6 +216,10 @@ def read_token_map(topology: DeepseekV41Topology, directory: Path) -> torch.Tens
     if topology.token_map == "derive":
         return token_map(_vocabulary(directory / "tokenizer.json"), compressed, vocab)
     file = directory / topology.token_map
+    if Path(topology.token_map).is_absolute() or ".." in file.parts[len(directory.parts) :]:
+        raise CheckpointError(
+            f"config field 'x_engram_token_map' = {topology.token_map!r} leads out of {directory}; put the map beside the weights"
+        )
     ids = read_json(file).get("ids")
     if not isinstance(ids, list) or any(isinstance(item, bool) or not isinstance(item, int) or item < DEAD for item in ids):
         raise CheckpointError(f"{file}: 'ids' must list the compressed id of every token id (-1 for none)")

@@ -14,6 +14,9 @@ from .fields import check_heads, check_most, int_list, read_fields, read_limit, 
 from .shared_layers import LayerKind, SharedLayerTopology
 from .vision import VisionTopology, read_vision
 
+MOST_EXPERTS = 1 << 16
+MOST_ITERATIONS = 1000
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -189,7 +192,7 @@ def _moe(fields: Mapping[str, Any], quantised: bool) -> MoeSizes:
                 )
     return MoeSizes(
         width=required_int(fields, "moe_intermediate_size"),
-        experts=required_int(fields, "n_routed_experts"),
+        experts=required_int(fields, "n_routed_experts", MOST_EXPERTS),
         chosen=required_int(fields, "num_experts_per_tok"),
         normalise=optional_bool(fields, "norm_topk_prob", True),
         scale=optional_float(fields, "routed_scaling_factor", 1.0),
@@ -215,7 +218,7 @@ def _drafts(fields: Mapping[str, Any], stages: int, vocab: int, layers: int) -> 
         noise_token=token_id(fields, "dspark_noise_token_id", vocab),
         taps=taps,
         markov_rank=required_int(fields, "dspark_markov_rank"),
-        experts=required_int(fields, "dspark_n_routed_experts"),
+        experts=required_int(fields, "dspark_n_routed_experts", MOST_EXPERTS),
         chosen=required_int(fields, "dspark_num_experts_per_tok"),
     )
 
@@ -312,7 +315,7 @@ def read_topology(config: Mapping[str, Any]) -> DeepseekV41Topology:
         hidden=required_int(fields, "hidden_size"),
         eps=optional_float(fields, "rms_norm_eps", 1e-20),
         streams=optional_int(fields, "hc_mult", 4),
-        sinkhorn_iterations=optional_int(fields, "hc_sinkhorn_iters", 20),
+        sinkhorn_iterations=optional_int(fields, "hc_sinkhorn_iters", 20, MOST_ITERATIONS),
         mix_eps=optional_float(fields, "hc_eps", 1e-6),
         attention=_attention(fields, shared),
         moe=_moe(fields, quantised),

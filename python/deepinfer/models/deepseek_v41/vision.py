@@ -15,6 +15,9 @@ _FIELDS = (
     "max_image_tokens", "min_pixels", "max_wh_ratio",
 )  # fmt: skip
 CHANNELS = 3
+_MOST_LAYERS = 4096
+_LEAST_TOKENS = 4
+"""What one cell takes: itself, the end of its line, and one token at either end."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,20 @@ def read_vision(fields: Mapping[str, Any], vocab: int) -> VisionTopology | None:
             f"config fields 'vision_config.hidden_size' = {hidden} and 'vision_config.num_attention_heads' = {heads} disagree: "
             "a head is turned along two axes in halves, so its width must be a multiple of 4"
         )
+    tokens = optional_int(given, "max_image_tokens", 1024)
+    if tokens < _LEAST_TOKENS:
+        raise UnsupportedConfigError(
+            f"config field 'vision_config.max_image_tokens' = {tokens} holds no image; the least is {_LEAST_TOKENS}"
+        )
     return VisionTopology(
-        layers=required_int(given, "num_hidden_layers"),
+        layers=required_int(given, "num_hidden_layers", _MOST_LAYERS),
         hidden=hidden,
         heads=heads,
         intermediate=required_int(given, "intermediate_size"),
         patch=required_int(given, "patch_size"),
         merge=optional_int(given, "downsample_ratio", 3),
         rope_theta=optional_float(given, "rope_theta", 10000.0),
-        max_tokens=optional_int(given, "max_image_tokens", 1024),
+        max_tokens=tokens,
         min_pixels=required_int(given, "min_pixels"),
         image_token=token_id(fields, "image_token_id", vocab),
     )

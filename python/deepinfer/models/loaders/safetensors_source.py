@@ -17,6 +17,7 @@ from ..config import read_json
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000
+_MOST_NAME = 1024
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16,
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,
@@ -31,9 +32,9 @@ def find_safetensors(directory: Path) -> tuple[Path, ...]:
     index = directory / _INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index}: no 'weight_map' object")
-        names = {str(name) for name in weight_map.values()}
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{index}: no 'weight_map' object of tensors and their files")
+        names = set(weight_map.values())
         for name in names:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CheckpointError(f"{index}: shard {name!r} lies outside of the checkpoint's directory")
@@ -45,7 +46,8 @@ def find_safetensors(directory: Path) -> tuple[Path, ...]:
     single = directory / "model.safetensors"
     if single.is_file():
         return (single,)
-    return tuple(sorted(file for file in directory.glob("*.safetensors") if not file.name.startswith("consolidated")))
+    others = (file for file in directory.glob("*.safetensors") if file.is_file() and not file.name.startswith("consolidated"))
+    return tuple(sorted(others))
 
 
 def _natural(value: Any) -> bool:
@@ -53,7 +55,9 @@ def _natural(value: Any) -> bool:
 
 
 def _check_entry(path: Path, name: str, entry: Any) -> None:
-    """Raises ``CheckpointError`` unless an entry has a type, a shape and as many bytes as these say."""
+    """Raises ``CheckpointError`` unless an entry has a name, a type, a shape and as many bytes as these say."""
+    if not name.isprintable() or len(name) > _MOST_NAME:
+        raise CheckpointError(f"{path}: header names a tensor {name[:40]!r}, which is no name; the file is damaged, fetch it again")
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_natural, offsets)) or offsets[0] > offsets[1]:
         raise CheckpointError(f"{path}: header has an entry without data_offsets, {name!r}")
@@ -67,6 +71,13 @@ def _check_entry(path: Path, name: str, entry: Any) -> None:
 
 def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Entries by name, and where the bytes that they count from begin."""
+    try:
+        return _header_of(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _header_of(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -124,7 +135,7 @@ class SafetensorsSource:
         if index.is_file():
             self._expected = read_json(index)["weight_map"]
             for name, file in self._expected.items():
-                if name not in self._files:
+                if self._files.get(name) != self._directory / file:
                     raise CheckpointError(f"tensor {name!r} is missing from {self._directory / file}, {_INDEX} lists it")
         self._open: dict[Path, Any] = {}
         self._maps: dict[Path, np.ndarray] = {}
