@@ -115,7 +115,8 @@ class CoreConfig:
     Values are checked together by ``Core``.
 
     A ``"prompt"`` engine ends a sequence with its first token (finish ``"handover"``) and keeps its KV until ``Core.release``, at most
-    ``handover_lease_ns``; a ``"completion"`` engine takes requests with ``wait_kv`` only.
+    ``handover_lease_ns``; a ``"completion"`` engine takes requests with ``wait_kv`` only. ``fetch_lease_ns`` bounds the wait of requests
+    with ``fetch``.
 
     ``host_blocks`` and ``host_slots`` bound the host memory that victims of preemption are swapped to (see ``Core.set_rates``): page
     ``j`` of host block ``b`` in a group is its host page ``b * pages_per_block + j``. Host ids in the ring count from 0.
@@ -150,6 +151,7 @@ class CoreConfig:
         bypass: int = 16,
         headroom_tokens: int = 16,
         kv_lease_ns: int = 60_000_000_000,
+        fetch_lease_ns: int = 10_000_000_000,
         handover_lease_ns: int = 60_000_000_000,
         engine_type: Literal["normal", "prompt", "completion"] = "normal",
         host_blocks: int = 0,
@@ -308,6 +310,31 @@ class Transfer(TypedDict):
     # Loads: newest launched step, 0 when none is in flight. The mover writes after it has completed, or behind it on the device.
     after_step: NotRequired[int]
 
+@type_check_only
+class Fetch(TypedDict):
+    """Memory that a mover must write until ``Core.end_fetch``: in the device's order behind step ``after_step``, and ahead of the next
+    step that is planned after ``end_fetch``."""
+
+    transfer: int  # 0 if nothing was opened, see `pending`
+    present: int  # leading positions that are in place already: whole blocks, not whole grains
+    tokens: int  # positions in all, whole blocks; `present` if there is nothing to bring
+    blocks: memoryview  # int32 block ids of positions `present` to `tokens`, to be written
+    pages: list[memoryview]  # int32 page ids of these blocks in each paged group
+    after_step: int  # newest planned step, 0 when none is in flight
+    pending: int  # 0, or the transfer that is bringing the block behind `present` already: ask again when it has ended
+
+@type_check_only
+class ChainSave(TypedDict):
+    """Grains that a mover may read until ``Core.end_save``."""
+
+    transfer: int
+    seq: int  # whose they are; it may have ended
+    keys: bytes  # chain hash of the last block of each grain, 16 bytes each
+    parents: bytes  # that of the grain before it, 16 zero bytes for the first of a chain
+    first: int  # position that the first grain begins at
+    blocks: memoryview  # int32 block ids, first block first
+    pages: list[memoryview]  # int32 page ids of these blocks in each paged group
+
 @final
 class Core:
     """Scheduler, KV index and step buffers of one engine.
@@ -352,6 +379,7 @@ class Core:
         prompt_logprobs: bool = False,
         grammar: bool = False,
         wait_kv: bool = False,
+        fetch: bool = False,
         hold: bool = False,
         produced: int = 0,
         n: int = 1,
@@ -368,6 +396,8 @@ class Core:
         sequence with ``grammar`` waits for ``grammar_ready``. The last ``produced`` of ``tokens`` are output already, made elsewhere:
         ``max_new_tokens``, ``min_new_tokens``, ``output_tokens`` and every count of outputs include them, and the prompt is what comes
         before them.
+
+        With ``fetch`` the (first) sequence waits until ``end_wait``, at most ``fetch_lease_ns``, and is then admitted like any other.
 
         A request with ``wait_kv`` that is turned away is named by ``drain_remote_releases`` like one that ended.
 
@@ -526,6 +556,43 @@ class Core:
     def give_up_start(self, seq: int) -> bool:
         """The slice that a sequence was to begin with in the newest step is gone: its rows of that step count for nothing, and it is
         admitted again. False if it did not begin at a slice in that step."""
+
+    def chain(self, seq: int) -> bytes:
+        """Chain hashes of the full blocks of a sequence, 16 bytes each, as far as they are hashed: those of its prompt from ``add`` on.
+        Empty for a handle that names nothing."""
+
+    def begin_fetch(self, seq: int, tokens: int) -> Fetch:
+        """Holds what the index has of the first ``tokens`` positions (whole blocks) of a sequence that waits, whatever for, and reserves
+        blocks for the rest. What the oldest waiting sequence and the growth of the running ones need is left alone. Nothing is opened
+        where another fetch is bringing the next block (``pending``).
+
+        Raises:
+            TransferError: no room now, not one whole block or more than ``chain`` has, or the sequence does not wait.
+        """
+
+    def end_fetch(self, transfer: int, tokens: int) -> bool:
+        """Positions up to ``tokens`` have arrived, and the mover touches the blocks no more: full ones enter the index and are
+        anybody's, from the next planned step on; the others go back. The sequence may have been admitted, or have ended. False, and
+        counted as stale, if no such fetch is open."""
+
+    def end_wait(self, seq: int) -> bool:
+        """A sequence added with ``fetch`` waits no longer. False if it was not waiting for that (any more)."""
+
+    def set_saves(self, mode: Literal["off", "on_finish", "write_through"], grain_blocks: int = 1) -> None:
+        """Which chains ``take_saves`` gives from now on, in grains of ``grain_blocks`` blocks: ``"on_finish"`` those of computed prompts
+        and of requests that end by themselves or are handed over, ``"write_through"`` also those of every step.
+
+        Raises:
+            ConfigError: ``prefix_caching`` is off, or a grain of 0 blocks.
+        """
+
+    def take_saves(self) -> list[ChainSave]:
+        """Whole grains that were completed since the last call and are neither saved, being saved nor fetched. Ask after each
+        ``complete`` and each ``schedule``: until then they are not held and may be evicted."""
+
+    def end_save(self, transfer: int, ok: bool) -> bool:
+        """The mover is done with the blocks of a save; not ``ok``: they count as not saved. False, and counted as stale, if no such save
+        is open."""
 
     def has_work(self) -> bool:
         """Whether a sequence has not ended, an end has not been reported, or a step is in flight."""

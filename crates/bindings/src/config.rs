@@ -173,8 +173,8 @@ impl CoreConfig {
         *, groups, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size, max_draft = 0, device_drafts = 0, ring_slots = 3,
         max_in_flight = 1, device_ordered = false, prefix_caching = true, event_capacity = 0, max_chunk_tokens = 0, chunk_align = 1,
         step_policy = None, all_interval = 70, any_interval = 100, chunk_budget_ns = None, chunk_cost = (0.0, 0.0, 0.0, 0.0),
-        bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, handover_lease_ns = 60_000_000_000,
-        engine_type = "normal", host_blocks = 0, host_slots = 0, snapshot_slots = 0, hit_rule = None, model = "",
+        bypass = 16, headroom_tokens = 16, kv_lease_ns = 60_000_000_000, fetch_lease_ns = 10_000_000_000,
+        handover_lease_ns = 60_000_000_000, engine_type = "normal", host_blocks = 0, host_slots = 0, snapshot_slots = 0, hit_rule = None, model = "",
         revision = "", weight_format = "", kv_format = "", numerics = "", hit_policy = "exact", salt = Vec::new()
     ))]
     // One keyword for each setting, so that a call reads like a configuration file.
@@ -203,6 +203,7 @@ impl CoreConfig {
         bypass: u32,
         headroom_tokens: u32,
         kv_lease_ns: u64,
+        fetch_lease_ns: u64,
         handover_lease_ns: u64,
         engine_type: &str,
         host_blocks: u32,
@@ -251,6 +252,7 @@ impl CoreConfig {
                     bypass,
                     headroom_tokens,
                     kv_lease_ns,
+                    fetch_lease_ns,
                     handover_lease_ns,
                     hit_rule,
                 },

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use deepinfer_scheduler::{
-    BlockHash, Extra, Inbox, NgramConfig, Outcome, PrepFlags, Prepared, RingView, Scheduler, Seq, SliceCut, SlotMap,
-    StepError, StepId, Tier, TransferError,
+    BlockHash, ChainSave, Extra, Inbox, NgramConfig, Outcome, PrepFlags, Prepared, RingView, Saves, Scheduler, Seq,
+    SliceCut, SlotMap, StepError, StepId, Tier, TransferError,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -235,7 +235,7 @@ impl Core {
     #[pyo3(signature = (
         tokens, *, max_new_tokens, min_new_tokens = 0, eos_ids = Vec::new(), stop_ids = Vec::new(), ignore_eos = false,
         priority = 0, salt = Vec::new(), extras = Vec::new(), spans = Vec::new(), stream = false, prompt_logprobs = false, grammar = false,
-        wait_kv = false, hold = false, produced = 0, n = 1, user = 0, arrival = 0
+        wait_kv = false, fetch = false, hold = false, produced = 0, n = 1, user = 0, arrival = 0
     ))]
     // One keyword for each property of a request.
     #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools)]
@@ -256,6 +256,7 @@ impl Core {
         prompt_logprobs: bool,
         grammar: bool,
         wait_kv: bool,
+        fetch: bool,
         hold: bool,
         produced: u32,
         n: u32,
@@ -280,7 +281,7 @@ impl Core {
             salt,
             extras,
             spans: spans.into_iter().map(|(start, end)| start..end).collect(),
-            flags: PrepFlags { stream, prompt_logprobs, grammar, wait_kv, hold },
+            flags: PrepFlags { stream, prompt_logprobs, grammar, wait_kv, fetch, hold },
             forks: n,
             user,
         };
@@ -474,6 +475,62 @@ impl Core {
 
     fn give_up_start(&self, py: Python<'_>, seq: u64) -> PyResult<bool> {
         self.with(py, |inner| inner.scheduler.give_up_start(Seq::from_u64(seq)))
+    }
+
+    fn chain<'py>(&self, py: Python<'py>, seq: u64) -> PyResult<Bound<'py, PyBytes>> {
+        let hashes = self.with(py, |inner| inner.scheduler.chain(Seq::from_u64(seq)))?;
+        Ok(transfers::hash_bytes(py, &hashes))
+    }
+
+    fn begin_fetch<'py>(&self, py: Python<'py>, seq: u64, tokens: u32) -> PyResult<Bound<'py, PyDict>> {
+        let begun = self.with(py, |inner| {
+            let fetch = inner.scheduler.begin_fetch(Seq::from_u64(seq), tokens)?;
+            let pages = transfers::pages(&inner.scheduler, &fetch.blocks);
+            Ok((fetch, pages))
+        })?;
+        match begun {
+            Ok((fetch, pages)) => transfers::fetch(py, &fetch, &pages),
+            Err(TransferError::UnderWay { transfer, present }) => {
+                let groups = self.with(py, |inner| inner.scheduler.sections().len())?;
+                transfers::pending(py, transfer, present, groups)
+            }
+            Err(refused) => Err(error::raise(py, &refused)),
+        }
+    }
+
+    fn end_fetch(&self, py: Python<'_>, transfer: u64, tokens: u32) -> PyResult<bool> {
+        self.with(py, |inner| inner.scheduler.end_fetch(transfers::from_u64(transfer), tokens))
+    }
+
+    fn end_wait(&self, py: Python<'_>, seq: u64) -> PyResult<bool> {
+        self.with(py, |inner| inner.scheduler.end_wait(Seq::from_u64(seq)))
+    }
+
+    #[pyo3(signature = (mode, grain_blocks = 1))]
+    fn set_saves(&self, py: Python<'_>, mode: &str, grain_blocks: u32) -> PyResult<()> {
+        let saves = match mode {
+            "off" => Saves::Off,
+            "on_finish" => Saves::OnFinish,
+            "write_through" => Saves::Through,
+            other => {
+                let text = format!("mode is {other:?}; use \"off\", \"on_finish\" or \"write_through\"");
+                return Err(PyValueError::new_err(text));
+            }
+        };
+        self.tried(py, |inner| inner.scheduler.set_saves(saves, grain_blocks))
+    }
+
+    fn take_saves<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let taken = self.with(py, |inner| {
+            let saves = inner.scheduler.take_saves();
+            let with_pages = |save: ChainSave| (transfers::pages(&inner.scheduler, &save.blocks), save);
+            saves.into_iter().map(with_pages).collect::<Vec<_>>()
+        })?;
+        taken.iter().map(|(pages, save)| transfers::chain_save(py, save, pages)).collect()
+    }
+
+    fn end_save(&self, py: Python<'_>, transfer: u64, ok: bool) -> PyResult<bool> {
+        self.with(py, |inner| inner.scheduler.end_save(transfers::from_u64(transfer), ok))
     }
 
     fn has_work(&self, py: Python<'_>) -> PyResult<bool> {

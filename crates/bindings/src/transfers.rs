@@ -1,8 +1,8 @@
 //! Transfers as Python sees them: one int as the handle, block ids as an int32 memoryview.
 
-use deepinfer_scheduler::{Block, Load, Save, Scheduler, StateSlot, TransferId};
+use deepinfer_scheduler::{Block, BlockHash, ChainSave, Fetch, Load, Save, Scheduler, StateSlot, TransferId};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::output;
 
@@ -40,6 +40,42 @@ pub fn load<'py>(py: Python<'py>, load: &Load, pages: &[Vec<u32>]) -> PyResult<B
     Ok(dict)
 }
 
+/// Hashes as Python has them, 16 bytes each.
+pub fn hash_bytes<'py>(py: Python<'py>, hashes: &[BlockHash]) -> Bound<'py, PyBytes> {
+    PyBytes::new(py, hashes.iter().map(|hash| hash.0.to_le_bytes()).collect::<Vec<_>>().as_flattened())
+}
+
+/// What a fetch must write.
+pub fn fetch<'py>(py: Python<'py>, fetch: &Fetch, pages: &[Vec<u32>]) -> PyResult<Bound<'py, PyDict>> {
+    let dict = open(py, fetch.transfer, &fetch.blocks, pages)?;
+    dict.set_item("present", fetch.present)?;
+    dict.set_item("tokens", fetch.tokens)?;
+    dict.set_item("after_step", fetch.after.0)?;
+    dict.set_item("pending", 0)?;
+    Ok(dict)
+}
+
+/// Nothing to write: another fetch is bringing what follows the first `present` positions.
+pub fn pending(py: Python<'_>, other: TransferId, present: u32, groups: usize) -> PyResult<Bound<'_, PyDict>> {
+    let dict = open(py, TransferId::default(), &[], &vec![Vec::new(); groups])?;
+    dict.set_item("present", present)?;
+    dict.set_item("tokens", present)?;
+    dict.set_item("after_step", 0)?;
+    dict.set_item("pending", to_u64(other))?;
+    Ok(dict)
+}
+
+/// Grains to be saved.
+pub fn chain_save<'py>(py: Python<'py>, save: &ChainSave, pages: &[Vec<u32>]) -> PyResult<Bound<'py, PyDict>> {
+    let parents: Vec<BlockHash> = [save.parent].iter().chain(&save.keys).take(save.keys.len()).copied().collect();
+    let dict = open(py, save.transfer, &save.blocks, pages)?;
+    dict.set_item("seq", save.seq.to_u64())?;
+    dict.set_item("keys", hash_bytes(py, &save.keys))?;
+    dict.set_item("parents", hash_bytes(py, &parents))?;
+    dict.set_item("first", save.first)?;
+    Ok(dict)
+}
+
 fn dict<'py>(
     py: Python<'py>,
     transfer: TransferId,
@@ -47,6 +83,19 @@ fn dict<'py>(
     pages: &[Vec<u32>],
     slot: StateSlot,
     tokens: u32,
+) -> PyResult<Bound<'py, PyDict>> {
+    let dict = open(py, transfer, blocks, pages)?;
+    dict.set_item("state_slot", slot.0)?;
+    dict.set_item("tokens", tokens)?;
+    Ok(dict)
+}
+
+/// What all of them have.
+fn open<'py>(
+    py: Python<'py>,
+    transfer: TransferId,
+    blocks: &[Block],
+    pages: &[Vec<u32>],
 ) -> PyResult<Bound<'py, PyDict>> {
     let blocks = output::int32_bytes(py, blocks.iter().map(|block| block.0.cast_signed()))?;
     let by_group = PyList::empty(py);
@@ -58,7 +107,5 @@ fn dict<'py>(
     dict.set_item("pages", by_group)?;
     dict.set_item("transfer", to_u64(transfer))?;
     dict.set_item("blocks", output::int32_view(&blocks)?)?;
-    dict.set_item("state_slot", slot.0)?;
-    dict.set_item("tokens", tokens)?;
     Ok(dict)
 }

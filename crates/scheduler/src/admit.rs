@@ -249,7 +249,7 @@ impl Scheduler {
     }
 
     /// Blocks kept free for the growth of those who run, so that an admission does not preempt them at once.
-    fn headroom(&self) -> u32 {
+    pub(crate) fn headroom(&self) -> u32 {
         let running = self.lanes.len() as u32;
         if running == 0 {
             0

@@ -428,6 +428,7 @@ impl Scheduler {
                 continue;
             }
             changed = true;
+            self.note_chain(lane);
             let state = self.lanes.state[lane];
             if let Some(cold) = self.seqs.get(seq) {
                 self.kv.tables.load(state, &cold.history, target);

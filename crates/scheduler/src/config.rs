@@ -100,6 +100,8 @@ pub struct Policy {
     pub headroom_tokens: u32,
     /// Longest wait for inbound KV, in nanoseconds, counted from the first schedule that saw the request.
     pub kv_lease_ns: u64,
+    /// Longest wait for blocks that are fetched, in nanoseconds; then the sequence is admitted with what is there.
+    pub fetch_lease_ns: u64,
     /// Longest time that a sequence in status `Handover` keeps its blocks and slot, in nanoseconds.
     pub handover_lease_ns: u64,
     /// Which prefix may be reused.
@@ -117,6 +119,7 @@ impl Default for Policy {
             bypass: 16,
             headroom_tokens: 16,
             kv_lease_ns: 60_000_000_000,
+            fetch_lease_ns: 10_000_000_000,
             handover_lease_ns: 60_000_000_000,
             hit_rule: HitRule::All,
         }
@@ -207,6 +210,11 @@ pub enum ConfigError {
         "state slices need a hit_window, a replica of every state group and prefix caching: leave set_state_slices out"
     )]
     NoSlices,
+    /// Nothing enters the index.
+    #[error(
+        "saves need prefix caching: what is saved are blocks of the prefix index; leave set_saves out or turn it on"
+    )]
+    NoSaves,
     /// A limit is below what one step needs.
     #[error("{what} is {value}; it must be at least {least}")]
     TooSmall {

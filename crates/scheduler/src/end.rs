@@ -103,6 +103,7 @@ impl Scheduler {
         if let Some(lane) = self.seqs.lane(seq) {
             if natural || finish == Finish::Handover {
                 self.note_snapshot(lane, true);
+                self.note_end(lane);
             }
             self.leave_lane(lane, if hold { Leave::Hold } else { Leave::Release });
         }
@@ -193,17 +194,18 @@ impl Scheduler {
 
     /// Recounts who holds what from the sequences; for `check`.
     pub(crate) fn check_holders(&self) -> Result<(), String> {
-        let mut refs = 0u64;
+        let mut refs = Vec::new();
         let mut slots = 0u32;
         for (seq, status, cold) in self.seqs.iter() {
             let lane = self.seqs.lane(seq);
             if lane.is_some() != (status == Status::Running) {
                 return Err(format!("{seq:?} is {status:?} with lane {lane:?}"));
             }
-            let held = lane.map(|l| self.lanes.blocks[l]).or(cold.holding.as_ref().map(|h| h.row.len() as u32));
-            if let Some(held) = held {
-                refs += u64::from(held - cold.published.min(held)) + cold.duplicates.len() as u64;
-                refs += u64::from(!cold.cursor.is_null());
+            let of_lane = |l: usize| &self.kv.tables.row(self.lanes.state[l])[..self.lanes.blocks[l] as usize];
+            if let Some(row) = lane.map(of_lane).or(cold.holding.as_ref().map(|h| &*h.row)) {
+                let cursor = Some(&cold.cursor).filter(|cursor| !cursor.is_null());
+                let own = row.iter().skip(cold.published as usize).chain(&cold.duplicates).chain(cursor);
+                refs.extend(own.map(|&block| (block, Owner::Sequence)));
                 slots += 1;
             } else if !cold.cursor.is_null() || cold.published > 0 || !cold.duplicates.is_empty() {
                 return Err(format!("{seq:?} is {status:?}, holds nothing and has a cursor"));
@@ -222,10 +224,8 @@ impl Scheduler {
             return Err(format!("sequences have {:?} host blocks and slots, {host:?} are held", self.host_holders()));
         }
         slots += self.transfers.slots();
-        let counts = self.kv.blocks.counts(0);
-        if counts.sequence_refs != refs {
-            return Err(format!("sequences hold {refs} references, the pool counts {}", counts.sequence_refs));
-        }
+        self.transfers.holders(&mut refs);
+        self.kv.blocks.check_holders(refs)?;
         if self.kv.states.counts().held != slots {
             return Err(format!("{slots} slots have an owner, {} are held", self.kv.states.counts().held));
         }

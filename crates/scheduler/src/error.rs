@@ -1,7 +1,7 @@
 //! What a call of the step loop can answer instead.
 
 use crate::vote::GroupError;
-use deepinfer_kvindex::{Seq, StepId};
+use deepinfer_kvindex::{Seq, StepId, TransferId};
 use thiserror::Error;
 
 /// Why a step call was refused; the scheduler is unchanged.
@@ -67,9 +67,27 @@ pub enum TransferError {
         most: u32,
     },
     /// The pool, a slot, or what is kept for the oldest waiting sequence does not allow it now.
-    #[error("{need} blocks and a slot are not free for inbound KV now: try again after a step")]
+    #[error("{need} blocks, and for a load a slot, are not free for inbound KV now: try again after a step")]
     NoRoom {
         /// Blocks needed.
         need: u32,
+    },
+    /// No whole block, or more of them than the chain of the sequence has.
+    #[error("{tokens} tokens cannot be fetched: between {least} and {most}, in whole blocks")]
+    NoBlocks {
+        /// Tokens asked for.
+        tokens: u32,
+        /// Tokens of a block.
+        least: u32,
+        /// Tokens of the full blocks that are hashed.
+        most: u32,
+    },
+    /// An open fetch is bringing the next block already.
+    #[error("transfer {} is bringing these blocks already: ask again when it has ended", .transfer.index)]
+    UnderWay {
+        /// It.
+        transfer: TransferId,
+        /// Leading positions that are in place.
+        present: u32,
     },
 }

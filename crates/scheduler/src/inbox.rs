@@ -134,6 +134,16 @@ impl Shared {
         self.lock().closed = true;
     }
 
+    /// What `f` makes of a sequence whose request has not been drained yet.
+    pub fn queued<T>(&self, seq: Seq, f: impl FnOnce(&mut Cold) -> T) -> Option<T> {
+        let mut state = self.lock();
+        let cold = state.messages.iter_mut().find_map(|message| match message {
+            Message::Add(added, cold) if *added == seq => Some(cold),
+            _ => None,
+        })?;
+        Some(f(cold))
+    }
+
     fn check(&self, p: &Prepared) -> Result<(), Reject> {
         let Limits { max_model_len, vocab_size: vocab, .. } = self.limits;
         if p.tokens.is_empty() {
@@ -146,7 +156,7 @@ impl Shared {
         if let Some(&token) = p.tokens.iter().chain(&p.eos).chain(&p.stop_ids).find(|&&t| t >= vocab) {
             return Err(Reject::BadToken { token, vocab });
         }
-        let conflicts: [(bool, &'static str); 12] = [
+        let conflicts: [(bool, &'static str); 15] = [
             (p.max_new == 0, "max_tokens is 0: ask for at least one token"),
             (p.produced >= len, "every token is output already: give at least one token of the prompt"),
             (p.produced >= p.max_new, "as many tokens as max_tokens were produced already: nothing is left to do"),
@@ -156,6 +166,18 @@ impl Shared {
             (p.forks > MAX_FORKS, "n is above 16384: send the prompt several times instead"),
             (p.flags.wait_kv && p.forks > 1, "a request whose KV arrives from elsewhere cannot have n > 1"),
             (p.flags.wait_kv && p.flags.prompt_logprobs, "prompt_logprobs needs every prompt row: KV cannot be loaded"),
+            (
+                p.flags.fetch && p.flags.wait_kv,
+                "fetch and wait_kv are both set: KV comes from one place, set one of them",
+            ),
+            (
+                p.flags.fetch && p.flags.prompt_logprobs,
+                "prompt_logprobs needs every prompt row: do not wait for a fetch",
+            ),
+            (
+                p.flags.fetch && !self.prefix_caching,
+                "a fetch goes through the prefix index, which is off: leave fetch out",
+            ),
             (
                 p.forks > 1 && (p.flags.hold || self.engine == EngineType::Prompt),
                 "a request that is handed over cannot have n > 1: send the prompt several times instead",
@@ -284,8 +306,10 @@ impl Inbox {
         };
         let mut colds: Vec<Cold> =
             (0..prepared.forks).map(|fork| shared.cold(prepared, own.as_ref(), &hashes, fork)).collect();
+        // They wait for the first one.
         for cold in colds.iter_mut().skip(1) {
             cold.flags.prompt_logprobs = false;
+            cold.flags.fetch = false;
         }
         let mut state = shared.lock();
         if state.closed {
@@ -349,9 +373,12 @@ impl Inbox {
 impl Cold {
     /// Status right after the request was drained.
     pub(crate) fn first_status(&self) -> Status {
-        if self.flags.grammar {
-            Status::WaitGrammar
-        } else if self.flags.wait_kv {
+        if self.flags.grammar { Status::WaitGrammar } else { self.second_status() }
+    }
+
+    /// Status once it has what it needs beside KV and resources.
+    pub(crate) fn second_status(&self) -> Status {
+        if self.flags.wait_kv || self.flags.fetch {
             Status::WaitKv
         } else if self.parent.is_some() {
             Status::WaitFork

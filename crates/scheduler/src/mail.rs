@@ -63,13 +63,7 @@ impl Scheduler {
             return;
         }
         let Some(cold) = self.seqs.get(seq) else { return };
-        let status = if cold.flags.wait_kv {
-            Status::WaitKv
-        } else if cold.parent.is_some() {
-            Status::WaitFork
-        } else {
-            Status::Ready
-        };
+        let status = cold.second_status();
         self.settle_status(seq, status);
     }
 
@@ -78,7 +72,9 @@ impl Scheduler {
             Status::Ready => self.enqueue(seq),
             Status::WaitKv => {
                 self.seqs.set_status(seq, status);
-                self.start_lease(seq, self.policy.kv_lease_ns);
+                let fetch = self.seqs.get(seq).is_some_and(|cold| cold.flags.fetch);
+                let lasts = if fetch { self.policy.fetch_lease_ns } else { self.policy.kv_lease_ns };
+                self.start_lease(seq, lasts);
             }
             Status::WaitFork => {
                 self.seqs.set_status(seq, status);

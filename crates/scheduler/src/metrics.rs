@@ -145,6 +145,30 @@ pub struct Metrics {
     pub snapshots_evicted: u64,
     /// Begins at a slice that was gone; they count among no other begins.
     pub slices_gone: u64,
+    /// Fetches of blocks begun.
+    pub fetches: u64,
+    /// Fetches ended.
+    pub fetches_ended: u64,
+    /// Of these, those of which not all has arrived.
+    pub fetches_failed: u64,
+    /// Fetches refused for want of room.
+    pub fetches_no_room: u64,
+    /// Fetches refused because another one was bringing the next block.
+    pub fetches_under_way: u64,
+    /// Tokens of fetched blocks that entered the index.
+    pub fetched_tokens: u64,
+    /// Fetched blocks that somebody else had published meanwhile.
+    pub fetch_duplicates: u64,
+    /// Waits for a fetch that the caller ended.
+    pub fetch_waits_ended: u64,
+    /// Waits for a fetch that lasted until their lease ran out.
+    pub fetch_leases_ended: u64,
+    /// Chains given to be saved.
+    pub saves_given: u64,
+    /// Of these, those that were not saved.
+    pub saves_failed: u64,
+    /// Chains that were worth saving and left the index, or found no place in the list, before anybody took them.
+    pub saves_lost: u64,
     /// Tokens of admitted sequences.
     pub asked_tokens: u64,
     /// Preemptions of both kinds.
@@ -189,7 +213,7 @@ pub struct Metrics {
     pub wait_preempted: u64,
     /// Sequences waiting for a grammar.
     pub wait_grammar: u64,
-    /// Sequences waiting for inbound KV.
+    /// Sequences waiting for inbound KV or for blocks to be fetched.
     pub wait_kv: u64,
     /// Sequences waiting for the prompt they share.
     pub wait_fork: u64,

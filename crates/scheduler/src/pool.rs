@@ -14,7 +14,7 @@ use std::ops::Range;
 pub enum Status {
     /// Its grammar is being compiled.
     WaitGrammar,
-    /// Its KV is on the way, bounded by a lease.
+    /// Its KV is on the way, or blocks of its prompt are being fetched; bounded by a lease.
     WaitKv,
     /// A further sample of a request whose prompt another sequence is computing.
     WaitFork,

@@ -17,6 +17,8 @@ pub struct PrepFlags {
     pub grammar: bool,
     /// Waits for inbound KV, bounded by the lease.
     pub wait_kv: bool,
+    /// Waits until blocks of its prompt have been fetched ([`crate::Scheduler::end_wait`]), bounded by a lease of its own.
+    pub fetch: bool,
     /// Keeps blocks and slot after the end (status `Handover`) until `release`.
     pub hold: bool,
 }

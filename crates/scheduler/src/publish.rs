@@ -136,6 +136,7 @@ impl Scheduler {
         // Nor while blocks of it are being copied back: the step that does that may fail.
         let Some(cold) = self.seqs.get_mut(seq).filter(|cold| cold.swap.is_none()) else { return };
         let hasher = cold.hasher.as_ref().unwrap_or(self.shared.hasher());
+        let before = cold.published;
         while cold.published < blocks {
             let index = cold.published;
             if cold.hashes.len() as u32 <= index {
@@ -154,6 +155,8 @@ impl Scheduler {
             }
             cold.published += 1;
         }
+        let after = cold.published;
+        self.note_grains(lane, before, after);
     }
 }
 

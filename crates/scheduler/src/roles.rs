@@ -66,14 +66,16 @@ impl Scheduler {
         }
     }
 
-    /// Ends what waited too long. Memory that a mover may still touch comes back when its transfer is closed.
+    /// Ends what waited too long, or only its wait, if it was for a fetch. Memory that a mover may still touch comes back when its transfer is closed.
     pub(crate) fn end_leases(&mut self) {
         while let Some(&(deadline, seq)) = self.leases.first()
             && deadline <= self.now
         {
             self.leases.pop_first();
             self.stop_lease(seq);
-            if self.seqs.status(seq) == Some(Status::Handover) {
+            if self.stop_waiting(seq) {
+                self.metrics.fetch_leases_ended += 1;
+            } else if self.seqs.status(seq) == Some(Status::Handover) {
                 self.metrics.handover_leases_ended += 1;
                 self.dismiss(seq);
             } else {

@@ -20,6 +20,7 @@ use crate::ring::{LayoutError, Ring, RingView};
 use crate::roles::EngineType;
 use crate::slices::Slices;
 use crate::snapshots::Snapshots;
+use crate::store::StoreSide;
 use crate::swap::Swaps;
 use crate::transfers::Transfers;
 use crate::waiting::Waiting;
@@ -97,6 +98,7 @@ pub struct Scheduler {
     pub(crate) swaps: Swaps,
     pub(crate) snapshots: Snapshots,
     pub(crate) slices: Slices,
+    pub(crate) store: StoreSide,
     pub(crate) seqs: SeqPool,
     pub(crate) lanes: Lanes,
     pub(crate) waiting: Waiting,
@@ -185,6 +187,7 @@ impl Scheduler {
             host: HostPool::new(config.host_blocks, config.host_slots),
             snapshots: Snapshots::new(if config.prefix_caching { config.snapshot_slots } else { 0 }),
             slices: Slices::default(),
+            store: StoreSide::default(),
             swaps: Swaps::with_capacity(seqs, if config.host_blocks > 0 { layout.deltas } else { 0 }),
             seqs: SeqPool::default(),
             lanes: Lanes::with_capacity(seqs),
@@ -426,7 +429,6 @@ impl Scheduler {
     /// # Errors
     /// What disagrees.
     pub fn check(&self) -> Result<(), String> {
-        self.kv.blocks.check()?;
         self.kv.states.check()?;
         self.host.check()?;
         let misuse = self.kv.misuse + self.host.misuse;

@@ -1,12 +1,14 @@
 //! Transfers: each holds blocks and a slot in its own right, so that aborting a sequence is immediate in every status.
 //!
 //! A save keeps what a sequence had, past its end. A load fills blocks for a sequence that waits for KV; what arrives in
-//! part is a miss. Closing twice, late, or for a sequence that is gone does nothing but count.
+//! part is a miss. Chains that go to a store or come from one are transfers too (see `store`). Closing twice, late, or for a
+//! sequence that is gone does nothing but count.
 
 use crate::error::TransferError;
 use crate::kv::Holding;
 use crate::pool::Status;
 use crate::scheduler::Scheduler;
+use crate::store::{Fetching, Saving};
 use deepinfer_kvindex::{Block, Fence, Owner, Seq, StateSlot, StepId, TransferId};
 
 /// What a save may read until it is closed.
@@ -40,7 +42,7 @@ pub struct Load {
     pub after: StepId,
 }
 
-enum Kind {
+pub(crate) enum Kind {
     /// Reference on the published chain as it was at the start; null if there was none.
     Save(Block),
     Load {
@@ -50,11 +52,15 @@ enum Kind {
         slot: StateSlot,
         tokens: u32,
     },
+    /// Blocks for the index, from a store.
+    Fetch(Fetching),
+    /// A chain of the index, to a store.
+    Chain(Saving),
 }
 
-struct Open {
-    seq: Seq,
-    kind: Kind,
+pub(crate) struct Open {
+    pub seq: Seq,
+    pub kind: Kind,
 }
 
 /// Open transfers by index, and the sequences whose load was delivered and who wait for a lane.
@@ -88,7 +94,29 @@ impl Transfers {
         }
     }
 
-    fn insert(&mut self, open: Open) -> TransferId {
+    /// Fetches with their ids.
+    pub fn fetches(&self) -> impl Iterator<Item = (TransferId, &Fetching)> {
+        (0..).zip(&self.table).filter_map(|(index, (generation, open))| match &open.as_ref()?.kind {
+            Kind::Fetch(fetching) => Some((TransferId { index, generation: *generation }, fetching)),
+            _ => None,
+        })
+    }
+
+    /// Appends every reference that open transfers hold, one entry a reference.
+    pub fn holders(&self, refs: &mut Vec<(Block, Owner)>) {
+        for open in self.table.iter().filter_map(|(_, open)| open.as_ref()) {
+            let (leaf, own) = match &open.kind {
+                Kind::Save(cursor) => (*cursor, &[][..]),
+                Kind::Load { row, present, leaf, .. } => (*leaf, &row[*present as usize..]),
+                Kind::Fetch(fetching) => (fetching.leaf, &*fetching.blocks),
+                Kind::Chain(saving) => (saving.leaf, &[][..]),
+            };
+            let leaf = Some(&leaf).filter(|leaf| !leaf.is_null());
+            refs.extend(own.iter().chain(leaf).map(|&block| (block, Owner::Transfer)));
+        }
+    }
+
+    pub fn insert(&mut self, open: Open) -> TransferId {
         let index = self.table.iter().position(|(_, o)| o.is_none()).unwrap_or_else(|| {
             self.table.push((0, None));
             self.table.len() - 1
@@ -100,8 +128,13 @@ impl Transfers {
     }
 
     fn remove(&mut self, id: TransferId) -> Option<Open> {
+        self.remove_if(id, |_| true)
+    }
+
+    /// Takes a transfer out if it is open and of the right kind.
+    pub fn remove_if(&mut self, id: TransferId, right: impl FnOnce(&Kind) -> bool) -> Option<Open> {
         let (generation, place) = self.table.get_mut(id.index as usize)?;
-        if *generation == id.generation { place.take() } else { None }
+        if *generation == id.generation { place.take_if(|open| right(&open.kind)) } else { None }
     }
 }
 
@@ -163,6 +196,9 @@ impl Scheduler {
             Some(_) => return Err(TransferError::Status(seq)),
         }
         let Some(cold) = self.seqs.get(seq) else { return Err(TransferError::Stale(seq)) };
+        if !cold.flags.wait_kv {
+            return Err(TransferError::Status(seq));
+        }
         if cold.load.is_some() {
             return Err(TransferError::Busy(seq));
         }
@@ -173,13 +209,8 @@ impl Scheduler {
         let full = ((tokens >> self.geometry.shift) as usize).min(cold.hashes.len());
         let hit = self.kv.blocks.find_prefix(&cold.hashes[..full]);
         let need = tokens.div_ceil(self.geometry.block_tokens) - hit.blocks as u32;
-        let kept = self
-            .waiting
-            .head()
-            .and_then(|p| self.seqs.get(p.seq()))
-            .map_or(0, |head| (head.history.len() as u32).div_ceil(self.geometry.block_tokens));
         let kept_slot = u32::from(!self.waiting.is_empty());
-        let cost = need + self.kv.blocks.pin_cost(hit.leaf) + kept;
+        let cost = need + self.kv.blocks.pin_cost(hit.leaf) + self.kept_for_head();
         if cost > self.kv.available() || self.kv.states.available(self.kv.now) <= kept_slot {
             return Err(TransferError::NoRoom { need });
         }
@@ -197,8 +228,19 @@ impl Scheduler {
         if let Some(cold) = self.seqs.get_mut(seq) {
             cold.load = Some(transfer);
         }
-        let after = StepId(if self.completed < self.step { self.step } else { 0 });
+        let after = self.newest_in_flight();
         Ok(Load { transfer, blocks, present: present << self.geometry.shift, tokens, slot, after })
+    }
+
+    /// Blocks that the oldest waiting sequence may need: inbound KV leaves them.
+    pub(crate) fn kept_for_head(&self) -> u32 {
+        let head = self.waiting.head().and_then(|place| self.seqs.get(place.seq()));
+        head.map_or(0, |head| (head.history.len() as u32).div_ceil(self.geometry.block_tokens))
+    }
+
+    /// Newest planned step, 0 when none is in flight: what is free by now may still be used by it.
+    pub(crate) fn newest_in_flight(&self) -> StepId {
+        StepId(if self.in_flight() > 0 { self.step } else { 0 })
     }
 
     /// Ends a transfer: its mover touches the memory no more. False, and only counted, if it is not open.
@@ -260,6 +302,8 @@ impl Scheduler {
                     self.enqueue(open.seq);
                 }
             }
+            Kind::Fetch(fetching) => self.finish_fetch(fetching, if ok { u32::MAX } else { 0 }),
+            Kind::Chain(saving) => self.finish_save(&saving, ok),
         }
         true
     }

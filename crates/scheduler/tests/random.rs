@@ -7,8 +7,8 @@ mod common;
 
 use common::{EOS, Rig, SpansSeen, config, paged, prompt, spans, state, values};
 use deepinfer_scheduler::{
-    Block, ChunkPolicy, Config, Finish, HitRule, Load, Metrics, Outcome, PrepFlags, Prepared, Reject, Save, Seq,
-    Status, Tier, WindowRule,
+    Block, BlockHash, ChainSave, ChunkPolicy, Config, Fetch, Finish, HitRule, Load, Metrics, Outcome, PrepFlags,
+    Prepared, Reject, Save, Saves, Seq, Status, Tier, TransferError, TransferId, WindowRule,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, RngAlgorithm, TestRng, TestRunner};
@@ -37,6 +37,10 @@ enum Op {
     Grammar(u16, bool),
     Load(u16, u32),
     Save(u16),
+    /// Of a waiting sequence if there is one.
+    Fetch(u16, u32),
+    EndWait(u16),
+    TakeSaves,
     Close(u16, bool, bool),
     Release(u16),
     Slice(u16, u32),
@@ -63,7 +67,10 @@ fn op() -> impl Strategy<Value = Op> {
         3 => (any::<u16>(), prop::bool::weighted(0.8)).prop_map(|(k, ok)| Op::Grammar(k, ok)),
         3 => (any::<u16>(), 1..60u32).prop_map(|(k, n)| Op::Load(k, n)),
         2 => any::<u16>().prop_map(Op::Save),
-        3 => (any::<u16>(), prop::bool::weighted(0.7), prop::bool::weighted(0.2)).prop_map(|(k, ok, twice)| Op::Close(k, ok, twice)),
+        9 => (any::<u16>(), 1..62u32).prop_map(|(k, n)| Op::Fetch(k, n)),
+        3 => any::<u16>().prop_map(Op::EndWait),
+        10 => Just(Op::TakeSaves),
+        7 => (any::<u16>(), prop::bool::weighted(0.7), prop::bool::weighted(0.2)).prop_map(|(k, ok, twice)| Op::Close(k, ok, twice)),
         1 => any::<u16>().prop_map(Op::Release),
         4 => (any::<u16>(), 1..8u32).prop_map(|(k, n)| Op::Slice(k, n)),
         1 => Just(Op::FailStep),
@@ -88,6 +95,8 @@ struct Shape {
     host: u32,
     /// Used with a state group.
     windows: Option<(WindowRule, u32)>,
+    /// How much is saved, and the blocks of a grain.
+    saves: (u8, u32),
 }
 
 /// A rule for blocks of one token, and places for snapshots.
@@ -111,24 +120,23 @@ fn shape() -> impl Strategy<Value = Shape> {
         (0..12u32, 1..9u32, 0..20u32),
         any::<u8>(),
         any::<bool>(),
-        (0..60u32, prop::option::of(windows())),
+        (0..60u32, prop::option::of(windows()), (0..3u8, 1..4u32)),
     )
-        .prop_map(
-            |(shift, pages, seqs, tokens, draft, (chunk, align, headroom), bits, overlapped, (host, windows))| Shape {
-                block: 1 << shift,
-                pages: (pages * 4 / (1 << shift)).max(8),
-                seqs,
-                tokens: tokens.max(seqs),
-                draft,
-                chunk,
-                align,
-                headroom,
-                bits,
-                overlapped,
-                host,
-                windows,
-            },
-        )
+        .prop_map(|(shift, pages, seqs, tokens, draft, (chunk, align, headroom), bits, overlapped, rest)| Shape {
+            block: 1 << shift,
+            pages: (pages * 4 / (1 << shift)).max(8),
+            seqs,
+            tokens: tokens.max(seqs),
+            draft,
+            chunk,
+            align,
+            headroom,
+            bits,
+            overlapped,
+            host: rest.0,
+            windows: rest.1,
+            saves: rest.2,
+        })
 }
 
 impl Shape {
@@ -144,6 +152,7 @@ impl Shape {
         c.policy.headroom_tokens = self.headroom;
         c.policy.bypass = u32::from(self.bits % 3);
         c.policy.kv_lease_ns = 40;
+        c.policy.fetch_lease_ns = 60;
         c.host_blocks = self.host;
         c.host_slots = self.host / 8;
         c.max_in_flight = 1 + u32::from(self.overlapped);
@@ -172,6 +181,8 @@ impl Shape {
 enum Open {
     Save { save: Save, expected: Vec<u64> },
     Load { seq: Seq, load: Load },
+    Fetch { seq: Seq, fetch: Fetch },
+    Chain { save: ChainSave, expected: Vec<u64> },
 }
 
 struct World {
@@ -182,6 +193,12 @@ struct World {
     slices: bool,
     loads: u64,
     saves: u64,
+    grain: u32,
+    device_ordered: bool,
+    /// Names of the blocks that open fetches bring.
+    coming: Vec<(TransferId, Vec<BlockHash>)>,
+    /// Fetches that ended after their sequence had begun or ended.
+    late: u64,
     /// Requests refused for the length of a span.
     too_long: u64,
     bypass: u32,
@@ -193,6 +210,7 @@ struct Ended {
     metrics: Metrics,
     loads: u64,
     saves: u64,
+    late: u64,
     spans: SpansSeen,
     too_long: u64,
 }
@@ -209,7 +227,25 @@ impl World {
         }
         let device_drafts = config.device_drafts > 0;
         let bypass = config.policy.bypass;
-        Self { rig, live: Vec::new(), open: Vec::new(), slices, loads: 0, saves: 0, too_long: 0, bypass, device_drafts }
+        let (saves, grain) = shape.saves;
+        let saves = if config.prefix_caching { saves } else { 0 };
+        let mode = [Saves::Off, Saves::OnFinish, Saves::Through][saves as usize];
+        rig.scheduler.set_saves(mode, grain).unwrap();
+        Self {
+            rig,
+            live: Vec::new(),
+            open: Vec::new(),
+            slices,
+            loads: 0,
+            saves: 0,
+            grain,
+            device_ordered: config.device_ordered,
+            coming: Vec::new(),
+            late: 0,
+            too_long: 0,
+            bypass,
+            device_drafts,
+        }
     }
 
     fn pick(&self, k: u16) -> Option<Seq> {
@@ -246,6 +282,17 @@ impl World {
             }
             Op::Load(k, tokens) => self.load(k, tokens),
             Op::Save(k) => self.save(k),
+            Op::Fetch(k, tokens) => self.fetch(k, tokens),
+            Op::EndWait(k) => {
+                if let Some(seq) = self.pick_in(k, Status::WaitKv).or(self.pick(k)) {
+                    let waits = self.rig.status(seq);
+                    let ended = self.rig.scheduler.end_wait(seq);
+                    let may = [None, Some(Status::WaitKv), Some(Status::WaitGrammar)];
+                    assert!(!ended || may.contains(&waits), "{waits:?}");
+                    assert!(!self.rig.scheduler.end_wait(seq), "once");
+                }
+            }
+            Op::TakeSaves => self.take_saves(),
             Op::Close(k, ok, twice) => self.close(k, ok, twice),
             Op::Release(k) => {
                 if let Some(seq) = self.pick(k) {
@@ -324,9 +371,12 @@ impl World {
             prompt_logprobs: flags & 0b1_1110 == 2,
             grammar: flags & 0b111_0000 == 0b111_0000,
             wait_kv: flags & 0b1_1100 == 0b1_1100 && forks == 1,
+            fetch: flags & 0b0100_1000 == 0b0100_0000,
             hold: flags & 0b1111_1000 == 0b1010_0000 && forks == 1,
         };
         let flags = PrepFlags { prompt_logprobs: flags.prompt_logprobs && !flags.wait_kv, ..flags };
+        let fetch = flags.fetch && !flags.wait_kv && !flags.prompt_logprobs;
+        let flags = PrepFlags { fetch, ..flags };
         let prepared = Prepared {
             eos: vec![EOS],
             stop_ids: if len % 3 == 0 { vec![7, 9, 11, 13, 17] } else { Vec::new() },
@@ -407,11 +457,84 @@ impl World {
         self.open.push(Open::Save { expected: values(&history[..save.tokens as usize]), save });
     }
 
+    /// Need of the oldest sequence that lacks nothing but resources.
+    fn oldest_needs(&self) -> u64 {
+        let waiting = self.live.iter().filter_map(|&seq| self.rig.scheduler.info(seq));
+        let waiting = waiting.filter(|i| matches!(i.status, Status::Ready | Status::Swapped));
+        let bt = self.rig.scheduler.block_tokens();
+        let need = |i: &deepinfer_scheduler::Info| u64::from((i.prompt_tokens + i.output_tokens).div_ceil(bt));
+        let oldest = waiting.min_by_key(|i| (i.priority, i.preemptions == 0, i.arrival));
+        oldest.map_or(0, |oldest| need(&oldest))
+    }
+
+    fn fetch(&mut self, k: u16, tokens: u32) {
+        let seq = [Status::WaitKv, Status::Ready].into_iter().find_map(|status| self.pick_in(k, status));
+        let Some(seq) = seq.or(self.pick(k)) else { return };
+        let bt = self.rig.scheduler.block_tokens();
+        let chain = self.rig.scheduler.chain(seq);
+        // Now and then more than there is, or not one block.
+        let tokens = tokens * (chain.len() as u32 * bt + 2) / 60;
+        let before = self.rig.scheduler.snapshot();
+        let status = self.rig.status(seq);
+        match self.rig.scheduler.begin_fetch(seq, tokens) {
+            Ok(fetch) => {
+                let need = (fetch.tokens - fetch.present) / bt;
+                assert_eq!((fetch.tokens, fetch.blocks.len()), (tokens / bt * bt, need as usize));
+                let after = self.rig.scheduler.snapshot();
+                assert!(need == 0 || after.available_blocks >= self.oldest_needs(), "room for the oldest");
+                assert_eq!(after.preemptions, before.preemptions);
+                // The same blocks are not brought twice, whatever their sequences are.
+                let names = chain[(fetch.present / bt) as usize..(fetch.tokens / bt) as usize].to_vec();
+                assert!(names.iter().all(|name| !self.coming.iter().any(|(_, names)| names.contains(name))), "twice");
+                self.coming.push((fetch.transfer, names));
+                self.open.push(Open::Fetch { seq, fetch });
+            }
+            Err(TransferError::NoBlocks { .. }) => {
+                assert!(tokens < bt || (tokens / bt) as usize > chain.len());
+            }
+            Err(TransferError::Status(_) | TransferError::Stale(_)) => {
+                let waits = [Status::WaitGrammar, Status::WaitKv, Status::WaitFork, Status::Ready, Status::Swapped];
+                assert!(status.is_some_and(|status| !waits.contains(&status)));
+            }
+            Err(TransferError::UnderWay { transfer, .. }) => {
+                assert!(self.open.iter().any(|o| matches!(o, Open::Fetch { fetch, .. } if fetch.transfer == transfer)));
+            }
+            Err(_) => {}
+        }
+    }
+
+    fn take_saves(&mut self) {
+        let bt = self.rig.scheduler.block_tokens();
+        for save in self.rig.scheduler.take_saves() {
+            let (keys, end) = (&save.keys, save.first + save.keys.len() as u32 * self.grain * bt);
+            assert_eq!((save.blocks.len() as u32) * bt, end - save.first);
+            let given =
+                |open: &Open| matches!(open, Open::Chain { save, .. } if save.keys.iter().any(|k| keys.contains(k)));
+            assert!(!keys.is_empty() && !self.open.iter().any(given), "given twice");
+            let chain = self.rig.scheduler.chain(save.seq);
+            let named = |at: u32| at.checked_sub(1).and_then(|at| chain.get(at as usize));
+            if !chain.is_empty() {
+                assert_eq!(*named(save.first / bt).unwrap_or(&BlockHash(0)), save.parent);
+                for (nth, key) in (1..).zip(keys) {
+                    assert_eq!(named(save.first / bt + nth * self.grain), Some(key));
+                }
+            }
+            let expected = self.rig.stream(save.seq, end as usize).values[save.first as usize..end as usize].to_vec();
+            self.open.push(Open::Chain { save, expected });
+        }
+    }
+
     fn close(&mut self, k: u16, ok: bool, twice: bool) {
         if self.open.is_empty() {
             return;
         }
         let at = k as usize % self.open.len();
+        if let Open::Fetch { fetch, .. } = &self.open[at]
+            && !self.device_ordered
+            && fetch.after.0 > self.rig.completed
+        {
+            return;
+        }
         // A mover waits for what may still use the memory that it was given.
         if let Open::Load { load, .. } = &self.open[at]
             && load.after.0 > self.rig.completed
@@ -437,12 +560,47 @@ impl World {
                 }
                 load.transfer
             }
+            Open::Fetch { seq, fetch } => return self.end_fetch(*seq, fetch, k, ok, twice),
+            Open::Chain { save, expected } => {
+                // What a device runs before the copy out.
+                self.rig.execute_queued();
+                let mut reads = Vec::new();
+                self.positions(&save.blocks, expected.len() as u32, |m, at, p| reads.push((m, at, p)));
+                for (m, at, p) in reads {
+                    assert_eq!(self.rig.device_mut(m)[at], expected[p as usize], "saved position {p}");
+                }
+                if !k.is_multiple_of(3) {
+                    assert!(!self.rig.scheduler.end_fetch(save.transfer, 0));
+                    assert!(self.rig.scheduler.end_save(save.transfer, ok));
+                    assert!(!twice || !self.rig.scheduler.end_save(save.transfer, !ok));
+                    return;
+                }
+                save.transfer
+            }
         };
         let outcome = if ok { Outcome::Done } else { Outcome::Failed };
         self.rig.inbox.transfer(transfer, outcome).unwrap();
         if twice {
             self.rig.inbox.transfer(transfer, Outcome::Done).unwrap();
         }
+    }
+
+    fn end_fetch(&mut self, seq: Seq, fetch: &Fetch, k: u16, ok: bool, twice: bool) {
+        let prompt = self.rig.requests[&seq].prompt.clone();
+        let bt = self.rig.scheduler.block_tokens();
+        // All of it, or up to somewhere, or nothing.
+        let arrived = if ok { fetch.tokens } else { u32::from(k) % (fetch.tokens + 1) };
+        let waits = [Status::WaitGrammar, Status::WaitKv, Status::WaitFork, Status::Ready];
+        self.late += u64::from(self.rig.status(seq).is_none_or(|status| !waits.contains(&status)));
+        let history = &prompt[..prompt.len().min(fetch.tokens as usize)];
+        // A sequence that ran and was preempted has tokens of its own in its chain.
+        let made = self.rig.stream(seq, fetch.tokens as usize).tokens[..fetch.tokens as usize].to_vec();
+        assert_eq!(made[..history.len()], *history);
+        self.rig.fill_fetch(fetch, &made, arrived / bt * bt);
+        self.coming.retain(|(transfer, _)| *transfer != fetch.transfer);
+        assert!(!self.rig.scheduler.end_save(fetch.transfer, true));
+        assert!(self.rig.scheduler.end_fetch(fetch.transfer, arrived));
+        assert!(!twice || !self.rig.scheduler.end_fetch(fetch.transfer, fetch.tokens));
     }
 
     fn finish(mut self) -> Ended {
@@ -477,7 +635,8 @@ impl World {
         self.rig.verify_empty();
         assert_eq!(self.rig.finished.len(), self.rig.outputs.len(), "each sequence ended once");
         let metrics = self.rig.scheduler.snapshot();
-        Ended { metrics, loads: self.loads, saves: self.saves, spans: self.rig.spans, too_long: self.too_long }
+        let (loads, saves, late, too_long) = (self.loads, self.saves, self.late, self.too_long);
+        Ended { metrics, loads, saves, late, spans: self.rig.spans, too_long }
     }
 }
 
@@ -536,6 +695,18 @@ fn run(cases: u32) {
         ("ended", total(|m| m.finished[2] + m.finished[3]), 1),
         ("loads", sum(|w| w.loads), 100),
         ("saves", sum(|w| w.saves), 500),
+        ("fetches", total(|m| m.fetches), 3_000),
+        ("fetched tokens", total(|m| m.fetched_tokens), 4_000),
+        ("fetched twice", total(|m| m.fetch_duplicates), 100),
+        ("fetches cut short", total(|m| m.fetches_failed), 100),
+        ("fetches without room", total(|m| m.fetches_no_room), 300),
+        ("fetches under way", total(|m| m.fetches_under_way), 200),
+        ("late fetches", sum(|w| w.late), 500),
+        ("waits ended", total(|m| m.fetch_waits_ended), 300),
+        ("waits run out", total(|m| m.fetch_leases_ended), 100),
+        ("chains saved", total(|m| m.saves_given), 1_000),
+        ("chains not saved", total(|m| m.saves_failed), 200),
+        ("chains lost", total(|m| m.saves_lost), 100),
         ("row waits", total(|m| m.row_waits), 1),
         ("failed steps", total(|m| m.failed_steps), 200),
         ("ghost rows", total(|m| m.ghost_rows), 1_000),

@@ -13,7 +13,8 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, RngAlgorithm, TestRng, TestRunner};
 use std::collections::BTreeMap;
 
-const WAIT: PrepFlags = PrepFlags { stream: false, prompt_logprobs: false, grammar: false, wait_kv: true, hold: false };
+const WAIT: PrepFlags =
+    PrepFlags { stream: false, prompt_logprobs: false, grammar: false, wait_kv: true, fetch: false, hold: false };
 
 fn as_engine(engine: EngineType, config: Config) -> Config {
     Config { engine, ..config }

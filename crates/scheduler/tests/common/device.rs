@@ -171,6 +171,8 @@ impl Rig {
     #[allow(clippy::too_many_lines)]
     pub fn execute(&mut self, plan: &Plan) {
         let slot = plan.slot;
+        self.copy_queued(plan.step.0);
+        self.executed = plan.step.0;
         let flight = match self.flights.remove(&plan.step.0) {
             Some(flight) => flight,
             None => self.launch(plan),

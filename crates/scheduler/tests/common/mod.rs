@@ -175,6 +175,10 @@ pub struct Rig {
     /// Steps planned and not completed, oldest first, when `step` drives.
     pub queue: VecDeque<Plan>,
     max_in_flight: usize,
+    /// Copies into pages that the device has not run.
+    copies: Vec<mover::QueuedCopy>,
+    /// Newest step that the device has run.
+    executed: u64,
     /// What each planned step was launched with, until the device has run it.
     flights: HashMap<u64, Flight>,
     /// Newest step of which the host has read the results.
@@ -237,6 +241,8 @@ impl Rig {
             windows,
             queue: VecDeque::new(),
             max_in_flight: config.max_in_flight as usize,
+            copies: Vec::new(),
+            executed: 0,
             flights: HashMap::new(),
             completed: 0,
             streams: HashMap::new(),
@@ -326,12 +332,14 @@ impl Rig {
         while self.finish_oldest() {}
     }
 
-    fn execute_queued(&mut self) {
+    /// Has the device run everything that is in its queue.
+    pub fn execute_queued(&mut self) {
         for plan in self.queue.clone() {
             if self.flights.contains_key(&plan.step.0) {
                 self.execute(&plan);
             }
         }
+        self.copy_queued(u64::MAX);
     }
 
     pub fn schedule(&mut self) -> Option<Plan> {

@@ -1,7 +1,10 @@
 //! What moves KV and state between the devices of two rigs, or makes it up from a prompt.
 
 use super::{Rig, values};
-use deepinfer_scheduler::{Block, Load, Save};
+use deepinfer_scheduler::{Block, Fetch, Load, Save, Seq};
+
+/// A step, and what a copy behind it writes: (slot map, entry, value).
+pub type QueuedCopy = (u64, Vec<(usize, usize, u64)>);
 
 impl Rig {
     /// Calls `each(slot map, entry, position)` for every entry that the first `tokens` positions have in a row of blocks.
@@ -31,6 +34,38 @@ impl Rig {
             self.device.states[load.slot.index()] = h[load.tokens as usize - 1];
             self.device.seen[load.slot.index()] = load.tokens;
         }
+    }
+
+    /// Puts a copy into the device's queue that brings the first `arrived` positions of a fetch for a sequence whose tokens are `history`;
+    /// what lies behind them is nonsense.
+    pub fn fill_fetch(&mut self, fetch: &Fetch, history: &[u32], arrived: u32) {
+        let h = values(history);
+        let entries = self.entries(&fetch.blocks, fetch.tokens - fetch.present).into_iter();
+        let value = |p: u32| if p < arrived { h[p as usize] } else { 0xBAD };
+        let writes = entries.map(|(m, at, p)| (m, at, value(p + fetch.present))).collect();
+        let newest = self.queue.back().map_or(0, |plan| plan.step.0);
+        self.copies.push((newest, writes));
+        self.copy_queued(self.executed + 1);
+    }
+
+    /// Everything that was queued before step `next`, in order.
+    pub fn copy_queued(&mut self, next: u64) {
+        let (now, later) = std::mem::take(&mut self.copies).into_iter().partition(|(behind, _)| *behind < next);
+        self.copies = later;
+        let now: Vec<QueuedCopy> = now;
+        for (m, at, value) in now.into_iter().flat_map(|(_, writes)| writes) {
+            self.device_mut(m)[at] = value;
+        }
+    }
+
+    /// Fetches all of what the store would have for a sequence. What it had to write.
+    pub fn fetch(&mut self, seq: Seq, tokens: u32) -> Fetch {
+        let fetch = self.scheduler.begin_fetch(seq, tokens).unwrap();
+        let history = self.requests[&seq].prompt.clone();
+        self.fill_fetch(&fetch, &history, fetch.tokens);
+        assert!(self.scheduler.end_fetch(fetch.transfer, fetch.tokens));
+        self.verify();
+        fetch
     }
 
     /// Copies what `save` of another rig holds into what `load` reserved here.
