@@ -237,6 +237,13 @@ def test_settings_of_compressed_caches(device: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"yoco_prefill_keep_tokens 20 .* at least 22"):
         engine_of("tiny", device, yoco_prefill_keep_tokens=20)
     monkeypatch.setenv("YOCO_PREFILL_TRUNCATION_MODE", "some")
+    for name in ("YOCO_PREFILL_KEEP_TOKENS", "MAX_BACKTRACKING_TOKENS"):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=rf"{name}='1180591620717411303424' .* at most"):
+            patch.setenv("YOCO_PREFILL_TRUNCATION_MODE", "mask")
+            patch.setenv(name, str(2**70))
+            engine_of("tiny", device)
+    with pytest.raises(ConfigError, match="yoco_prefill_keep_tokens must be at most 1073741823"):
+        engine_of("tiny", device, yoco_prefill_keep_tokens=2**70)
     with pytest.raises(ConfigError, match=r"YOCO_PREFILL_TRUNCATION_MODE='some' .* off, mask, compact"):
         engine_of("tiny", device)
     with pytest.raises(ConfigError, match="kv_cache_dtype must be one of"):

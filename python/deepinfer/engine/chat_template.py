@@ -157,13 +157,22 @@ class ChatTemplate:
             raise InvalidRequestError(f"the chat template cannot render these messages: {type(e).__name__}: {e}") from e
 
 
+def _check_templates(tokenizer: Tokenizer) -> None:
+    """Raises ConfigError unless what a tokenizer's files call its chat template is text, or texts by name."""
+    found: object = tokenizer.chat_template
+    named = list(found.items()) if isinstance(found, Mapping) else []
+    if found and not isinstance(found, str) and not (named and all(isinstance(part, str) for pair in named for part in pair)):
+        raise ConfigError(f"the chat template of {tokenizer.name!r} is no text ({type(found).__name__}); pass chat_template=<file or text>")
+
+
 def load_chat_template(override: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template to use: ``override`` (a path or template text) if given, else the model's own; ``None`` if it has none.
 
     Raises:
-        ConfigError: ``override`` is neither an existing file nor template text, or has a syntax error.
+        ConfigError: ``override`` is neither an existing file nor template text, or a template has a syntax error or is no text.
     """
     if override is None:
+        _check_templates(tokenizer)
         return ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
     if "{" in override or "\n" in override:
         return ChatTemplate(override, tokenizer)

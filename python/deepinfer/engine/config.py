@@ -35,7 +35,6 @@ DTYPES = {
 # A batch that keeps each device busy without making one step long enough to be felt.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
-_MOST_BACKTRACKING = 1024
 _MOST_THREADS = 1024  # the threads' library ends the process when it cannot start what it is told to
 _DEFAULT_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 
@@ -211,8 +210,8 @@ class EngineConfig:
             raise ConfigError(
                 f"yoco_prefill_truncation must be one of {', '.join(get_args(Truncation))}, got {self.yoco_prefill_truncation!r}"
             )
-        _positive("yoco_prefill_keep_tokens", self.yoco_prefill_keep_tokens)
-        _positive("max_backtracking_tokens", self.max_backtracking_tokens, most=_MOST_BACKTRACKING)
+        _positive("yoco_prefill_keep_tokens", self.yoco_prefill_keep_tokens, most=environ.MOST_KEPT)
+        _positive("max_backtracking_tokens", self.max_backtracking_tokens, most=environ.MOST_BACKTRACKING)
         _gib("engram_cache_gib", self.engram_cache_gib)
         if self.engram_tables is not None and self.engram_tables not in get_args(TablePlace):
             raise ConfigError(f"engram_tables must be one of {', '.join(get_args(TablePlace))}, got {self.engram_tables!r}")

@@ -13,6 +13,10 @@ from typing import Any
 
 from deepinfer.errors import ConfigError
 
+MOST_KEPT = (1 << 30) - 1
+"""Tokens of a prompt that truncation leaves whole: positions are 32-bit words."""
+MOST_BACKTRACKING = 1024
+
 
 def _bool(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
@@ -34,6 +38,16 @@ def _positive(text: str) -> int:
     if n < 1:
         raise ValueError("use a number of at least 1")
     return n
+
+
+def _up_to(most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        n = _positive(text)
+        if n > most:
+            raise ValueError(f"use a number of at most {most}")
+        return n
+
+    return read
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -69,14 +83,14 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         "YOCO_PREFILL_KEEP_TOKENS",
         "integer",
-        _positive,
+        _up_to(MOST_KEPT),
         None,
         "last tokens of a prompt that truncation leaves whole; unset = the fewest allowed",
     ),
     Switch(
         "MAX_BACKTRACKING_TOKENS",
         "integer",
-        _positive,
+        _up_to(MOST_BACKTRACKING),
         None,
         "rows a step may write past the last one that counts; unset = what drafts need",
     ),

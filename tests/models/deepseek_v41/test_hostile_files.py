@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepinfer.cli.app import main
 from deepinfer.errors import CheckpointError
 from deepinfer.models import resolve_model
 from deepinfer.models.deepseek_v41.loading import load_parameters
@@ -139,6 +140,24 @@ def test_a_token_map_outside_of_the_checkpoint(copied: Path, file: str) -> None:
     (copied.parent / "map.json").write_text(json.dumps({"ids": list(range(2048))}))
     edit_json(copied / "config.json", lambda config: config["text_config"].update(x_engram_token_map=file))
     refused(copied, "'x_engram_token_map' = .* leads out of")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("generation_config.json", '{"eos_token_id": "x"}', "'eos_token_id' in generation_config.json must be a token id"),
+        ("generation_config.json", '{"eos_token_id": [1, true]}', "found [1, True]"),
+        ("generation_config.json", '{"eos_token_id": 5000}', "token id 5000 is outside the vocabulary of 2048"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "is no text (int)"),
+        ("tokenizer_config.json", "[1]", "expected a JSON object"),
+        ("tokenizer.json", "[]", "cannot be read"),
+    ],
+)
+def test_files_about_text_that_say_something_else(copied: Path, file: str, text: str, told: str, capfd: pytest.CaptureFixture[str]) -> None:
+    (copied / file).write_text(text)
+    assert main(["generate", "--model", str(copied), "--raw", "--quiet", "--max-tokens", "1", "hello"]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1 and told in captured.err
 
 
 CHILD = """

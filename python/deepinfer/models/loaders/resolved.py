@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ...errors import CheckpointError
+
 
 @dataclass(frozen=True)
 class TokenizerSource:
@@ -37,9 +39,15 @@ class ResolvedModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a sequence: generation_config's list, else config's; empty if neither has any."""
-        for source in (self.generation_config, self.config):
+        """Every id that ends a sequence: generation_config's list, else config's; empty if neither has any.
+
+        Raises ``CheckpointError`` for anything else than ids.
+        """
+        for source, file in ((self.generation_config, "generation_config.json"), (self.config, "config.json")):
             value = source.get("eos_token_id")
             if value is not None:
-                return tuple(int(item) for item in (value if isinstance(value, list) else [value]))
+                ids = value if isinstance(value, list) else [value]
+                if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
+                    raise CheckpointError(f"{self.name}: 'eos_token_id' in {file} must be a token id or a list of them, found {value!r}")
+                return tuple(ids)
         return ()
