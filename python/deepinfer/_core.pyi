@@ -16,6 +16,7 @@ __all__ = [
     "Core",
     "CoreConfig",
     "KvTicket",
+    "KvTier",
     "KvTransfer",
     "MtpRuntime",
     "PagedGroup",
@@ -748,6 +749,71 @@ class KvTransfer:
 
     def close(self) -> None:
         """Ends every offer and connection; later calls raise ``KvTransferError``. Idempotent."""
+
+@final
+class KvTier:
+    """The KV store behind an address (docs/kvstore.md): objects of 128 tokens by chain hash, for engines.
+
+    ``dir:PATH`` opens a store in this process, durable when a put returns; ``capacity`` (default 64 GiB), ``slack``,
+    ``segment_bytes`` and ``max_object`` are its bounds in bytes. Objects of ``tenant`` are found by that tenant only; those of the
+    public one (``""``) by everybody. ``first_stays``: bytes of one name may differ between writers (``replay``); the first write
+    stays, without an alarm. ``fingerprint`` (16 bytes: what keys mean apart from the size of their blocks), ``block_tokens`` and
+    ``tokens`` (role → secret) are told to servers; an embedded store has no use for them.
+
+    ``keys`` and ``parents`` are 16 bytes an object. Buffers are checked for their length before anything is read or written.
+    Calls may come from any thread and let go of the interpreter lock; what they raise is a ``KvStoreError`` or, for buffers and
+    words that make no sense, an ``InvalidRequestError``.
+    """
+
+    def __new__(
+        cls,
+        address: str,
+        *,
+        tenant: str = ...,
+        fingerprint: bytes = ...,
+        block_tokens: int = 0,
+        first_stays: bool = False,
+        tokens: Mapping[str, bytes] | None = None,
+        capacity: int | None = None,
+        slack: int | None = None,
+        segment_bytes: int | None = None,
+        max_object: int | None = None,
+    ) -> KvTier: ...
+    @property
+    def address(self) -> str: ...
+    def check(self, keys: bytes, slices: int = 1) -> tuple[int, list[int], int]:
+        """Of a chain: blocks present from the first on; positions of up to ``slices`` blocks among them that have a slice, deepest first;
+        how many of the blocks are in memory shared with this process."""
+
+    def get(self, kind: Literal["block", "slice"], keys: bytes, into: Any, each: int) -> bytes:
+        """Reads whole objects of ``each`` bytes, object ``i`` to ``into[i * each:]``; one byte a key, 1 where it came with its checksum.
+
+        What lies in ``into`` where a 0 is may be anything. An object of another length is not there.
+        """
+
+    def put(
+        self,
+        kind: Literal["block", "slice"],
+        keys: bytes,
+        parents: bytes,
+        lengths: Sequence[int],
+        data: Any,
+        traffic_class: Literal["chat", "agent", "other"] = "chat",
+    ) -> bytes:
+        """Writes objects that lie one behind the other in ``data``; one letter an object.
+
+        ``s`` stored, ``e`` exists, ``c`` is there with other bytes, ``p`` its parent is not there, ``f`` failed. ``parents``: of a
+        block the one before it in its chain, zeros for the first; for slices, empty. Parents are in the same call or were put before.
+        """
+
+    def flush(self, seconds: float, /) -> bool:
+        """Waits until everything that was put has reached the store: whether it has, within that time."""
+
+    def stats(self) -> dict[str, int]:
+        """Counters and sizes, by name."""
+
+    def close(self) -> None:
+        """Ends this side: later calls raise. May be called more than once."""
 
 @final
 class MtpRuntime:

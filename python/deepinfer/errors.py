@@ -135,3 +135,23 @@ class KvTooLargeError(KvTransferError):
 
 class KvFullError(KvTransferError):
     """This owner's limit on offers or bytes is reached; it goes down when offers are released or end."""
+
+
+class KvStoreError(DeepInferError, RuntimeError):
+    """The KV store could not do something: a disk or a service failed. To an engine that is a miss, never the end of a request."""
+
+
+class KvStoreRefusedError(KvStoreError, ValueError):
+    """Words to the KV store that make no sense, or that the token given does not allow; the message says what to change."""
+
+
+class KvStoreFullError(KvStoreError):
+    """No room: the capacity, the quota, the disk or the memory that the message names."""
+
+
+class KvStoreFormatError(KvStoreError):
+    """The store's files were written by a newer version of DeepInfer."""
+
+
+class KvStoreUnavailableError(KvStoreError):
+    """The store, or a service it needs, does not answer, is closing, or is open in another process."""

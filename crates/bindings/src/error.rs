@@ -1,5 +1,6 @@
 //! The one table from Rust errors to Python classes. The classes live in `deepinfer.errors`, imported at the first error.
 
+use deepinfer_kvstore::Error as StoreError;
 use deepinfer_kvtransfer::Error as KvError;
 use deepinfer_scheduler::{ConfigError, GroupError, LayoutError, Reject, StepError, TransferError};
 use pyo3::prelude::*;
@@ -69,6 +70,18 @@ impl PythonError for KvError {
             Self::Full { .. } => "KvFullError",
             Self::Invalid(_) => "ConfigError",
             _ => "KvTransferError",
+        }
+    }
+}
+
+impl PythonError for StoreError {
+    fn class(&self) -> &'static str {
+        match self {
+            Self::Invalid(_) | Self::Conflict(_) => "KvStoreRefusedError",
+            Self::Full(_) => "KvStoreFullError",
+            Self::Newer { .. } => "KvStoreFormatError",
+            Self::Unavailable(_) => "KvStoreUnavailableError",
+            Self::Damaged(..) | Self::Io { .. } => "KvStoreError",
         }
     }
 }

@@ -8,12 +8,12 @@ use std::time::Duration;
 use deepinfer_kvtransfer::{
     Config, Error, Event, EventKind, KvTransfer as Transfer, Limits, SharedMemory, Target, Tcp, TcpAddress, Ticket,
 };
-use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyString, PyType};
 
 use crate::error;
+use crate::memory::{CLASS, Memory};
 
 /// Permission to pull one offer.
 #[pyclass(frozen, eq, hash, module = "deepinfer._core")]
@@ -262,10 +262,7 @@ impl KvTransfer {
     }
 }
 
-/// What a fault of a given buffer is raised as.
-const CLASS: &str = "InvalidRequestError";
-
-fn seconds(py: Python<'_>, name: &str, given: f64) -> PyResult<Duration> {
+pub(crate) fn seconds(py: Python<'_>, name: &str, given: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(given)
         .map_err(|_| error::named(py, "ConfigError", format!("{name} is {given}; it must be a number of seconds")))
 }
@@ -274,74 +271,4 @@ fn address(py: Python<'_>, name: &str, given: &str) -> PyResult<SocketAddr> {
     given.parse().map_err(|_| {
         error::named(py, "ConfigError", format!("{name} is {given:?}; it must be an address and port, as 127.0.0.1:0"))
     })
-}
-
-/// Host memory of a Python object, kept in place while this lives.
-struct Memory {
-    start: *mut u8,
-    len: usize,
-    _owner: Owner,
-}
-
-enum Owner {
-    Tensor(#[allow(dead_code, reason = "held for its lifetime only")] Py<PyAny>),
-    Buffer(#[allow(dead_code, reason = "held for its lifetime only")] PyUntypedBuffer),
-}
-
-// SAFETY: the pointer is used by the one call that made it, on the thread of that call or not at all; the owners are only kept.
-unsafe impl Send for Memory {}
-// SAFETY: as above.
-unsafe impl Sync for Memory {}
-
-impl Memory {
-    fn new(object: &Bound<'_, PyAny>, writable: bool) -> PyResult<Self> {
-        let py = object.py();
-        let wrong = |what: &str| error::named(py, CLASS, what.to_owned());
-        if object.hasattr("data_ptr")? {
-            let device: String = object.getattr("device")?.getattr("type")?.extract()?;
-            if device != "cpu" {
-                return Err(wrong("a tensor is not in host memory; copy it to the host first"));
-            }
-            if !object.call_method0("is_contiguous")?.extract::<bool>()? {
-                return Err(wrong("a tensor is not contiguous"));
-            }
-            let start: usize = object.call_method0("data_ptr")?.extract()?;
-            let len = object.getattr("nbytes")?.extract()?;
-            let start = std::ptr::with_exposed_provenance_mut(start);
-            return Ok(Self { start, len, _owner: Owner::Tensor(object.clone().unbind()) });
-        }
-        let buffer = PyUntypedBuffer::get(object)?;
-        if !buffer.is_c_contiguous() {
-            return Err(wrong("a buffer is not C-contiguous"));
-        }
-        if writable && buffer.readonly() {
-            return Err(wrong("a buffer is read-only"));
-        }
-        Ok(Self { start: buffer.buf_ptr().cast(), len: buffer.len_bytes(), _owner: Owner::Buffer(buffer) })
-    }
-
-    fn range(&self) -> std::ops::Range<usize> {
-        self.start.addr()..self.start.addr() + self.len
-    }
-
-    /// # Safety
-    /// Nobody writes to the memory meanwhile.
-    unsafe fn bytes(&self) -> &[u8] {
-        // An empty buffer may have no address.
-        if self.len == 0 {
-            return &[];
-        }
-        // SAFETY: the owner keeps that many bytes there.
-        unsafe { std::slice::from_raw_parts(self.start, self.len) }
-    }
-
-    /// # Safety
-    /// Nobody reads or writes the memory meanwhile.
-    unsafe fn bytes_mut(&mut self) -> &mut [u8] {
-        if self.len == 0 {
-            return &mut [];
-        }
-        // SAFETY: the owner keeps that many writable bytes there.
-        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
-    }
 }

@@ -13,7 +13,9 @@ mod bench;
 mod config;
 mod core;
 mod error;
+mod kvstore;
 mod kvtransfer;
+mod memory;
 mod metrics;
 mod output;
 mod prepared;
@@ -36,6 +38,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<config::CoreConfig>()?;
     module.add_class::<core::Core>()?;
     module.add_class::<speculative::MtpRuntime>()?;
+    module.add_class::<kvstore::KvTier>()?;
     module.add_class::<kvtransfer::KvTicket>()?;
     module.add_class::<kvtransfer::KvTransfer>()?;
     module.add_function(wrap_pyfunction!(bench::bench_steps, module)?)?;

@@ -28,6 +28,7 @@ pub mod record;
 pub mod root;
 pub mod server;
 pub mod store;
+pub mod tier;
 pub mod tls;
 pub mod upstream;
 pub mod wire;
