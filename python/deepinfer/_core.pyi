@@ -6,15 +6,19 @@ core every call raises ``EngineDeadError``. A default of ``...`` is empty.
 """
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any, Final, Literal, NotRequired, TypedDict, final, type_check_only
 
 __all__ = [
     "DEBUG",
     "HEADER_WORDS",
+    "KV_SETTINGS_EXAMPLE",
     "OUTPUT_WORDS",
     "VOTE_WORDS",
     "Core",
     "CoreConfig",
+    "KvOperator",
+    "KvServer",
     "KvTicket",
     "KvTier",
     "KvTransfer",
@@ -25,11 +29,13 @@ __all__ = [
     "bench_chain_hash",
     "bench_prefix_match",
     "bench_steps",
+    "kv_keys",
 ]
 
 HEADER_WORDS: Final[int]
 OUTPUT_WORDS: Final[int]
 VOTE_WORDS: Final[int]
+KV_SETTINGS_EXAMPLE: Final[str]  # a settings file of the KV store's server, with every key and its default
 DEBUG: Final[bool]  # built with debug assertions: step buffers are poisoned when they are returned, and times mean nothing
 
 @final
@@ -755,7 +761,8 @@ class KvTier:
     """The KV store behind an address (docs/kvstore.md): objects of 128 tokens by chain hash, for engines.
 
     ``dir:PATH`` opens a store in this process, durable when a put returns; ``capacity`` (default 64 GiB), ``slack``,
-    ``segment_bytes`` and ``max_object`` are its bounds in bytes. Objects of ``tenant`` are found by that tenant only; those of the
+    ``segment_bytes`` and ``max_object`` are its bounds in bytes. ``tcp://HOST:PORT[,HOST:PORT…]`` and ``unix:PATH``
+    are entry points: what one that does not answer has is misses. Objects of ``tenant`` are found by that tenant only; those of the
     public one (``""``) by everybody. ``first_stays``: bytes of one name may differ between writers (``replay``); the first write
     stays, without an alarm. ``fingerprint`` (16 bytes: what keys mean apart from the size of their blocks), ``block_tokens`` and
     ``tokens`` (role → secret) are told to servers; an embedded store has no use for them.
@@ -769,7 +776,7 @@ class KvTier:
         cls,
         address: str,
         *,
-        tenant: str = ...,
+        tenant: str = "",
         fingerprint: bytes = ...,
         block_tokens: int = 0,
         first_stays: bool = False,
@@ -802,8 +809,8 @@ class KvTier:
     ) -> bytes:
         """Writes objects that lie one behind the other in ``data``; one letter an object.
 
-        ``s`` stored, ``e`` exists, ``c`` is there with other bytes, ``p`` its parent is not there, ``f`` failed. ``parents``: of a
-        block the one before it in its chain, zeros for the first; for slices, empty. Parents are in the same call or were put before.
+        ``s`` stored, ``e`` exists, ``c`` is there with other bytes, ``p`` its parent is not there, ``f`` failed. Blocks are neighbours in
+        one chain; ``parents`` are all keys of the chain before them, from its first block on. Slices need none.
         """
 
     def flush(self, seconds: float, /) -> bool:
@@ -814,6 +821,53 @@ class KvTier:
 
     def close(self) -> None:
         """Ends this side: later calls raise. May be called more than once."""
+
+@type_check_only
+class KvServerInfo(TypedDict):
+    addresses: list[str]
+    metrics: str | None
+    media: Literal["local", "objects", "striped"]
+    root: str
+    capacity: int
+    policy: Literal["lru", "ttl", "marginal"]
+    blocks: int
+    slices: int
+
+@final
+class KvServer:
+    """A KV store behind sockets, with upkeep and metrics, serving from the moment it is made.
+
+    ``settings`` is a TOML file; the environment (``DEEPINFER_KVSTORE_*``) lies over it, ``given`` (keys and their text) over both. What is
+    wrong in them is a ``KvStoreRefusedError`` of one line that names the key.
+    """
+
+    def __new__(cls, settings: str | PathLike[str] | None = None, given: Sequence[tuple[str, str]] = ...) -> KvServer: ...
+    def describe(self) -> KvServerInfo:
+        """Where it listens, with the ports that were chosen, and what it holds."""
+
+    def drain(self) -> None:
+        """Takes no new work, ends what is under way, seals the store and ends. May be called more than once."""
+
+@final
+class KvOperator:
+    """One end that asks a KV store's server (``tcp://HOST:PORT``, ``unix:PATH``) or opens a store in a directory (``dir:PATH``)."""
+
+    def __new__(
+        cls,
+        address: str,
+        *,
+        role: Literal["check", "get", "put", "admin"] = "admin",
+        token: bytes | None = None,
+        tenant: str = "",
+        tls_ca: str | PathLike[str] | None = None,
+        tls_name: str | None = None,
+        timeout: float = 30.0,
+    ) -> KvOperator: ...
+    def admin(self, command: str) -> str:
+        """Runs a command of an operator: a JSON object with ``do``; the answer is JSON."""
+
+    def check(self, keys: bytes, slices: int = 1) -> tuple[int, list[int], int]:
+        """Of a chain: blocks present from the first on, positions of slices among them, another size of blocks that is in use (or 0)."""
 
 @final
 class MtpRuntime:
@@ -855,3 +909,18 @@ def bench_chain_hash(tokens: int, block: int, repeats: int) -> list[int]:
 
 def bench_prefix_match(tokens: int, block: int, pool_blocks: int, repeats: int) -> list[int]:
     """Nanoseconds of one prefix match, references taken and blocks listed; each time another chain of a full pool."""
+
+def kv_keys(
+    tokens: Sequence[int],
+    *,
+    block_tokens: int,
+    grain: int = 128,
+    model: str = "",
+    revision: str = "",
+    weight_format: str = "",
+    kv_format: str = "",
+    numerics: str = "",
+    hit_policy: str = "exact",
+    salt: bytes = ...,
+) -> bytes:
+    """Keys (16 bytes each) of the KV store's objects of a sequence: of every ``grain`` tokens the chain hash of the last block."""

@@ -13,8 +13,9 @@ import pytest
 from cli.running import COMMAND, environment, run
 from deepinfer.cli.app import COMMANDS
 from deepinfer.cli.bench import KINDS
+from deepinfer.cli.kvstore import KINDS as KVSTORE
 
-EVERY = [(c,) for c in COMMANDS] + [("bench", k) for k in KINDS]
+EVERY = [(c,) for c in COMMANDS] + [("bench", k) for k in KINDS] + [("kvstore", k) for k in KVSTORE]
 
 
 def assert_one_line(result: subprocess.CompletedProcess[bytes], says: str, code: int = 2) -> None:
@@ -45,7 +46,7 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
     assert f"deepinfer {' '.join(command)}" in text.splitlines()[0]
     if command != ("bench", "scheduler"):  # its own file says what it prints
         assert "examples:\n  " in text
-    if command not in (("chat",), ("bench",)):
+    if command not in (("chat",), ("bench",), ("kvstore",)):
         assert "--json" in text
     assert "exit codes:" in text
 

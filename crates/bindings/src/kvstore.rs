@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
 
 use deepinfer_kvstore::media::local::LocalConfig;
 use deepinfer_kvstore::store::StoreConfig;
@@ -62,7 +61,7 @@ impl KvTier {
 impl KvTier {
     #[new]
     #[pyo3(signature = (
-        address, *, tenant = String::new(), fingerprint = Vec::new(), block_tokens = 0, first_stays = false, tokens = None, capacity = None,
+        address, *, tenant = "", fingerprint = Vec::new(), block_tokens = 0, first_stays = false, tokens = None, capacity = None,
         slack = None, segment_bytes = None, max_object = None,
     ))]
     // Named in the stub.
@@ -70,7 +69,7 @@ impl KvTier {
     fn new(
         py: Python<'_>,
         address: String,
-        tenant: String,
+        tenant: &str,
         fingerprint: Vec<u8>,
         block_tokens: u32,
         first_stays: bool,
@@ -82,7 +81,7 @@ impl KvTier {
     ) -> PyResult<Self> {
         let (store, local) = (StoreConfig::default(), LocalConfig::default());
         let config = TierConfig {
-            tenant,
+            tenant: tenant.to_owned(),
             fingerprint: fingerprint_of(py, &fingerprint)?,
             block_tokens,
             tokens: tokens_of(py, tokens.unwrap_or_default())?,
@@ -94,6 +93,7 @@ impl KvTier {
                 max_object: max_object.unwrap_or(store.max_object),
                 ..store
             },
+            ..TierConfig::default()
         };
         let tier = detached(py, || Tier::open(&address, config))?;
         Ok(Self { tier: Mutex::new(Some(Arc::new(tier))), address })
@@ -107,8 +107,8 @@ impl KvTier {
     #[pyo3(signature = (keys, slices = 1))]
     fn check(&self, py: Python<'_>, keys: &[u8], slices: usize) -> PyResult<(usize, Vec<usize>, usize)> {
         let chain = names(py, "keys", keys)?;
-        let (found, shared) = self.detached(py, |tier| tier.check(&chain, slices))?;
-        Ok((found.blocks, found.slices, shared))
+        let found = self.detached(py, |tier| tier.check(&chain, slices))?;
+        Ok((found.blocks, found.slices, found.near))
     }
 
     fn get<'py>(
@@ -157,10 +157,7 @@ impl KvTier {
     #[pyo3(signature = (seconds, /))]
     fn flush(&self, py: Python<'_>, seconds: f64) -> PyResult<bool> {
         let patience = self::seconds(py, "seconds", seconds)?;
-        self.detached(py, |tier| {
-            let until = Instant::now().checked_add(patience);
-            tier.flush(until.ok_or_else(|| Error::Invalid(format!("{seconds} seconds are too many to wait")))?)
-        })
+        self.detached(py, |tier| Ok(tier.flush(patience)))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -179,7 +176,7 @@ impl KvTier {
     }
 }
 
-fn names(py: Python<'_>, what: &str, bytes: &[u8]) -> PyResult<Vec<Key>> {
+pub fn names(py: Python<'_>, what: &str, bytes: &[u8]) -> PyResult<Vec<Key>> {
     let (keys, rest) = bytes.as_chunks::<16>();
     if !rest.is_empty() {
         let said = format!("{what} has {} bytes: give 16 for each object", bytes.len());

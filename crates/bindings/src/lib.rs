@@ -13,6 +13,7 @@ mod bench;
 mod config;
 mod core;
 mod error;
+mod kvserver;
 mod kvstore;
 mod kvtransfer;
 mod memory;
@@ -38,11 +39,15 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<config::CoreConfig>()?;
     module.add_class::<core::Core>()?;
     module.add_class::<speculative::MtpRuntime>()?;
+    module.add("KV_SETTINGS_EXAMPLE", deepinfer_kvstore::settings::EXAMPLE)?;
+    module.add_class::<kvserver::KvOperator>()?;
+    module.add_class::<kvserver::KvServer>()?;
     module.add_class::<kvstore::KvTier>()?;
     module.add_class::<kvtransfer::KvTicket>()?;
     module.add_class::<kvtransfer::KvTransfer>()?;
     module.add_function(wrap_pyfunction!(bench::bench_steps, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_chain_hash, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_prefix_match, module)?)?;
+    module.add_function(wrap_pyfunction!(kvserver::kv_keys, module)?)?;
     Ok(())
 }

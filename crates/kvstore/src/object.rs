@@ -23,6 +23,20 @@ impl Class {
     /// All of them, in the order of their bytes.
     pub const ALL: [Self; 3] = [Self::Chat, Self::Agent, Self::Other];
 
+    /// Its name in settings and messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Chat => "chat",
+            Self::Agent => "agent",
+            Self::Other => "other",
+        }
+    }
+
+    /// By its name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|class| class.name() == name)
+    }
+
     /// From its byte in a record or a frame.
     pub fn from_byte(byte: u8) -> Option<Self> {
         Self::ALL.get(usize::from(byte)).copied()

@@ -1,22 +1,25 @@
 //! What an engine sees of the store: one thing behind one address, with flat buffers for the bytes of many objects.
 //!
 //! Owns: what an address means, how objects lie in an engine's buffers, letters for what became of them.
-//! Never touches: how objects are kept ([`crate::store`]), what their bytes mean.
+//! Never touches: how objects are kept and where ([`crate::upstream`]), what their bytes mean.
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::checksum::checksum;
 use crate::client::MAX_TENANT;
+use crate::cluster::{Cluster, ClusterConfig};
 use crate::error::Error;
+use crate::index::MAX_CHAIN;
 use crate::key::{Key, Kind, ObjectId};
-use crate::media::Record;
 use crate::media::local::{Local, LocalConfig};
-use crate::object::{Class, Meta, TenantId};
+use crate::net::Address;
+use crate::object::Class;
 use crate::root::Root;
-use crate::store::{Found, Put, Rule, Store, StoreConfig, Upkeep, Want};
-use crate::wire::Role;
+use crate::store::{Rule, Store, StoreConfig, Upkeep};
+use crate::tls::ClientTls;
+use crate::upstream::{Embedded, Found, Load, Save, Upstream};
+use crate::wire::{Outcome, Role};
 
 /// Pause between two rounds of upkeep of an embedded store.
 const TEND: Duration = Duration::from_secs(1);
@@ -32,6 +35,8 @@ pub struct TierConfig {
     pub block_tokens: u32,
     /// Tokens of roles, for servers that want them.
     pub tokens: Vec<(Role, Vec<u8>)>,
+    /// How servers are known; none: connections are plain.
+    pub tls: Option<ClientTls>,
     /// Whether bytes of one name may differ between writers: the first write stays, without an alarm.
     pub first_stays: bool,
     /// Of an embedded store.
@@ -40,17 +45,27 @@ pub struct TierConfig {
     pub local: LocalConfig,
 }
 
-/// A store in this process.
-struct Embedded {
-    store: Arc<Store>,
-    tenant: TenantId,
-    _upkeep: Upkeep,
+impl Default for TierConfig {
+    /// Everybody's, with nothing told.
+    fn default() -> Self {
+        Self {
+            tenant: String::new(),
+            fingerprint: [0; 16],
+            block_tokens: 0,
+            tokens: Vec::new(),
+            tls: None,
+            first_stays: false,
+            store: StoreConfig::default(),
+            local: LocalConfig::default(),
+        }
+    }
 }
 
 /// The store behind an address. All calls are safe from any thread.
 pub struct Tier {
-    embedded: Embedded,
-    rule: Rule,
+    upstream: Arc<dyn Upstream>,
+    /// There if it is in this process.
+    own: Option<(Arc<Store>, Upkeep)>,
 }
 
 /// Objects to be put, as an engine has them: `keys[i]` has `lengths[i]` bytes, which follow those of `keys[i - 1]` in `data`.
@@ -58,9 +73,9 @@ pub struct Tier {
 pub struct Batch<'a> {
     /// Block or slice: all of one kind.
     pub kind: Kind,
-    /// Their names.
+    /// Their names; of blocks, neighbours in one chain.
     pub keys: &'a [Key],
-    /// Of blocks: the one before it in its chain; zero for the first. Slices have none to name: it is their own block.
+    /// Of blocks: all keys of the chain before them, from its first block on. Slices need none.
     pub parents: &'a [Key],
     /// Their bytes.
     pub lengths: &'a [u32],
@@ -72,43 +87,59 @@ pub struct Batch<'a> {
 
 impl Batch<'_> {
     fn check(&self) -> Result<(), Error> {
-        let count = self.keys.len();
-        let parents = if self.kind == Kind::Slice { 0 } else { count };
-        if self.lengths.len() != count || (self.parents.len() != parents && self.parents.len() != count) {
-            return Err(Error::Invalid(format!(
-                "{count} keys, {} parents and {} lengths: give one of each for an object",
-                self.parents.len(),
-                self.lengths.len()
-            )));
+        let (count, lengths) = (self.keys.len(), self.lengths.len());
+        if lengths != count {
+            return Err(Error::Invalid(format!("{count} keys and {lengths} lengths: give one of each for an object")));
         }
         let total: u64 = self.lengths.iter().map(|&len| u64::from(len)).sum();
         if total > self.data.len() as u64 {
             return Err(Error::Invalid(format!("{total} bytes are announced, the buffer has {}", self.data.len())));
         }
-        Ok(())
-    }
-
-    fn parent(&self, at: usize) -> Option<Key> {
-        match self.kind {
-            Kind::Slice => Some(self.keys[at]),
-            Kind::Block => self.parents.get(at).copied().filter(|&parent| parent != Key(0)),
+        let chain = self.parents.len() + count;
+        if chain > MAX_CHAIN {
+            return Err(Error::Invalid(format!("a chain of {chain} objects: give {MAX_CHAIN} at most")));
         }
+        Ok(())
     }
 }
 
 /// One letter for what became of a put.
-fn letter(put: &Put) -> u8 {
-    match put {
-        Put::Stored => b's',
-        Put::Exists => b'e',
-        Put::Conflict => b'c',
-        Put::NoParent => b'p',
-        Put::Failed(_) => b'f',
+fn letter(outcome: Outcome) -> u8 {
+    match outcome {
+        Outcome::Stored => b's',
+        Outcome::Exists => b'e',
+        Outcome::Conflict => b'c',
+        Outcome::NoParent => b'p',
+        Outcome::Full | Outcome::Invalid | Outcome::Failed => b'f',
+    }
+}
+
+fn no_address(text: &str) -> Error {
+    let known = "dir:/path, tcp://host:port[,host:port] or unix:/path";
+    Error::Invalid(format!("{text:?} is no address of a KV store: give {known}"))
+}
+
+/// The entry points that an address names.
+///
+/// # Errors
+/// [`Error::Invalid`] for what names none.
+pub fn entry_points(address: &str) -> Result<Vec<Address>, Error> {
+    let bad = |_| no_address(address);
+    match address.strip_prefix("tcp://") {
+        Some(names) => names
+            .split(',')
+            .map(|name| name.parse().map_err(bad))
+            .map(|one| {
+                one.and_then(|one| if matches!(one, Address::Tcp(_)) { Ok(one) } else { Err(no_address(address)) })
+            })
+            .collect(),
+        None if address.starts_with("unix:") => Ok(vec![address.parse().map_err(bad)?]),
+        None => Err(no_address(address)),
     }
 }
 
 impl Tier {
-    /// Opens what `address` names: `dir:/path`, a store in this process.
+    /// Opens what `address` names: `dir:/path`, a store in this process; `tcp://host:port[,host:port…]` or `unix:/path`, entry points.
     ///
     /// # Errors
     /// [`Error::Invalid`] for what is no address or a configuration out of bounds, and those of a store's open.
@@ -116,30 +147,49 @@ impl Tier {
         if config.tenant.len() > MAX_TENANT {
             return Err(Error::Invalid(format!("a tenant's name has {MAX_TENANT} bytes at most")));
         }
-        let rule = if config.first_stays { Rule::FirstStays } else { Rule::Exact };
-        let Some(path) = address.strip_prefix("dir:").filter(|path| !path.is_empty()) else {
-            return Err(Error::Invalid(format!("{address:?} is no address of a KV store: give dir:/path")));
-        };
-        let root = Root::open(Path::new(path))?;
-        let media = Arc::new(Local::open(&root, config.local)?);
-        let store = Arc::new(Store::open(root, media, config.store)?);
-        let tenant = if config.tenant.is_empty() { TenantId(0) } else { store.tenant(&config.tenant)?.id };
-        let upkeep = Upkeep::start(&store, TEND)?;
-        Ok(Self { embedded: Embedded { store, tenant, _upkeep: upkeep }, rule })
+        match address.strip_prefix("dir:") {
+            Some(path) if !path.is_empty() => Self::embedded(Path::new(path), config),
+            _ => Self::remote(entry_points(address)?, config),
+        }
     }
 
-    /// What is there of a chain, and how many of its first blocks are in memory shared with this process.
+    fn embedded(path: &Path, config: TierConfig) -> Result<Self, Error> {
+        let root = Root::open(path)?;
+        let media = Arc::new(Local::open(&root, config.local)?);
+        let store = Arc::new(Store::open(root, media, config.store)?);
+        let rule = if config.first_stays { Rule::FirstStays } else { Rule::Exact };
+        let upstream = Arc::new(Embedded::new(Arc::clone(&store), &config.tenant, rule)?);
+        let upkeep = Upkeep::start(&store, TEND)?;
+        Ok(Self { upstream, own: Some((store, upkeep)) })
+    }
+
+    fn remote(addresses: Vec<Address>, config: TierConfig) -> Result<Self, Error> {
+        let base = ClusterConfig::new(addresses);
+        let token = |role: Role| config.tokens.iter().find(|(of, _)| *of == role).map(|(_, token)| token.clone());
+        let config = ClusterConfig {
+            roles: base.roles.iter().map(|(role, _)| (*role, token(*role))).collect(),
+            tenant: config.tenant,
+            fingerprint: config.fingerprint,
+            block_tokens: config.block_tokens,
+            first_stays: config.first_stays,
+            tls: config.tls,
+            ..base
+        };
+        Ok(Self { upstream: Arc::new(Cluster::new(&config)?), own: None })
+    }
+
+    /// What is there of a chain.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a chain that is too long, [`Error::Unavailable`] where nobody answers in time.
-    pub fn check(&self, chain: &[Key], slices: usize) -> Result<(Found, usize), Error> {
-        Ok((self.embedded.store.check(self.embedded.tenant, chain, slices)?, 0))
+    pub fn check(&self, chain: &[Key], slices: usize) -> Result<Found, Error> {
+        self.upstream.check(chain, slices)
     }
 
     /// Reads whole objects of `each` bytes, object `i` to `into[i * each..]`: which of them are there. One of another length is not.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a buffer that is too short, [`Error::Unavailable`] where nobody answers in time.
+    /// [`Error::Invalid`] for a buffer that is too short.
     pub fn get(&self, kind: Kind, keys: &[Key], into: &mut [u8], each: usize) -> Result<Vec<bool>, Error> {
         let needed = keys.len().checked_mul(each);
         if each == 0 || needed.is_none_or(|needed| needed > into.len()) {
@@ -149,32 +199,20 @@ impl Tier {
                 into.len()
             )));
         }
-        let Embedded { store, tenant, .. } = &self.embedded;
-        let mut hits = vec![false; keys.len()];
-        let mut wants = Vec::with_capacity(keys.len());
-        let mut at = Vec::with_capacity(keys.len());
-        for (index, (&key, into)) in keys.iter().zip(into.chunks_exact_mut(each)).enumerate() {
-            let id = ObjectId { kind, key };
-            // A part of an object would not be held to its checksum.
-            if store.length(*tenant, id).is_none_or(|len| len as usize == each) {
-                wants.push(Want { id, start: 0, into });
-                at.push(index);
-            }
-        }
-        for (&index, got) in at.iter().zip(store.get(*tenant, &mut wants)) {
-            hits[index] = got.is_hit();
-        }
-        Ok(hits)
+        let mut loads: Vec<Load<'_>> = keys
+            .iter()
+            .zip(into.chunks_exact_mut(each))
+            .map(|(&key, into)| Load { id: ObjectId { kind, key }, into })
+            .collect();
+        Ok(self.upstream.get(&mut loads).iter().map(Option::is_some).collect())
     }
 
     /// Writes objects, one letter for each: `s`tored, `e`xists, `c`onflict, no `p`arent, `f`ailed.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for buffers that do not fit each other, [`Error::Unavailable`] where nobody answers in time.
+    /// [`Error::Invalid`] for buffers that do not fit each other.
     pub fn put(&self, batch: &Batch<'_>) -> Result<Vec<u8>, Error> {
         batch.check()?;
-        let Embedded { store, tenant, .. } = &self.embedded;
-        let written = store.now();
         let mut rest = batch.data;
         let pieces: Vec<[&[u8]; 1]> = batch
             .lengths
@@ -185,55 +223,33 @@ impl Tier {
                 [bytes]
             })
             .collect();
-        let records: Vec<Record<'_>> = pieces
+        let chain = [batch.parents, batch.keys].concat();
+        let saves: Vec<Save<'_>> = pieces
             .iter()
             .enumerate()
-            .map(|(at, pieces)| Record {
-                meta: Meta {
-                    id: ObjectId { kind: batch.kind, key: batch.keys[at] },
-                    parent: batch.parent(at),
-                    tenant: *tenant,
-                    class: batch.class,
-                    len: batch.lengths[at],
-                    checksum: checksum(pieces[0]),
-                    written,
-                },
-                pieces,
-            })
+            .map(|(at, pieces)| Save { kind: batch.kind, at: batch.parents.len() + at, pieces, checksum: None })
             .collect();
-        Ok(store.put(&records, self.rule).iter().map(letter).collect())
+        Ok(self.upstream.put(&chain, &saves, batch.class).into_iter().map(letter).collect())
     }
 
-    /// Waits until what was put is durable: whether it is, by then.
-    ///
-    /// # Errors
-    /// [`Error::Unavailable`] where nobody answers in time.
-    pub fn flush(&self, _until: Instant) -> Result<bool, Error> {
-        // A put of an embedded store is durable when it returns.
-        Ok(true)
+    /// Waits until what was put is in the store: whether it is, by then.
+    pub fn flush(&self, patience: Duration) -> bool {
+        self.upstream.flush(patience)
     }
 
-    /// Names and values of what is counted.
-    pub fn stats(&self) -> Vec<(&'static str, u64)> {
-        let stats = self.embedded.store.stats();
-        let sizes = [
-            ("blocks", stats.blocks),
-            ("slices", stats.slices),
-            ("bytes", stats.bytes),
-            ("live", stats.live),
-            ("sealed", stats.sealed),
-            ("segments", stats.segments),
-            ("memory", stats.memory),
-        ];
-        sizes.into_iter().chain(stats.counts.each()).collect()
+    /// Names and values of what is counted. `other_block_tokens`: another size of blocks under which engines of this fingerprint write.
+    pub fn stats(&self) -> Vec<(String, u64)> {
+        let mut all = self.upstream.stats();
+        all.push(("other_block_tokens".to_owned(), self.upstream.other_block_tokens().into()));
+        all
     }
 
-    /// Takes no more writes and leaves the store as a clean end does. Reads go on until this is dropped.
+    /// Takes no more writes and leaves a store of its own as a clean end does. Reads go on until this is dropped.
     ///
     /// # Errors
     /// As [`Store::drain`].
     pub fn close(&self) -> Result<(), Error> {
-        self.embedded.store.drain()
+        self.own.as_ref().map_or(Ok(()), |(store, _)| store.drain())
     }
 }
 
@@ -241,46 +257,35 @@ impl Tier {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::server::{Server, ServerConfig};
 
     fn config() -> TierConfig {
-        TierConfig {
-            tenant: "one".into(),
-            fingerprint: [0; 16],
-            block_tokens: 0,
-            tokens: Vec::new(),
-            first_stays: false,
-            store: StoreConfig { capacity: 1 << 30, ..StoreConfig::default() },
-            local: LocalConfig::default(),
-        }
+        let store = StoreConfig { capacity: 1 << 30, ..StoreConfig::default() };
+        TierConfig { tenant: "one".into(), store, ..TierConfig::default() }
     }
 
     fn batch<'a>(keys: &'a [Key], parents: &'a [Key], lengths: &'a [u32], data: &'a [u8]) -> Batch<'a> {
         Batch { kind: Kind::Block, keys, parents, lengths, data, class: Class::Agent }
     }
 
-    #[test]
-    fn a_directory_is_a_store_that_outlives_its_tier() {
-        let base = tempfile::tempdir().unwrap();
-        let address = format!("dir:{}", base.path().join("kv").display());
+    fn stat(tier: &Tier, name: &str) -> u64 {
+        tier.stats().into_iter().find(|(found, _)| found == name).unwrap().1
+    }
+
+    /// What every kind of tier does.
+    fn keeps_the_contract(tier: &Tier) {
         let keys = [Key(1), Key(2), Key(3)];
         let data: Vec<u8> = (0..300u16).map(|at| at as u8).collect();
-        {
-            let tier = Tier::open(&address, config()).unwrap();
-            let put = batch(&keys, &[Key(0), Key(1), Key(2)], &[100, 100, 100], &data);
-            assert_eq!(tier.put(&put).unwrap(), b"sss");
-            assert_eq!(tier.put(&put).unwrap(), b"eee");
-            let orphan = batch(&[Key(9)], &[Key(8)], &[100], &data);
-            assert_eq!(tier.put(&orphan).unwrap(), b"p");
-            let other = batch(&keys[..1], &[Key(0)], &[100], &data[1..]);
-            assert_eq!(tier.put(&other).unwrap(), b"c");
-            let slice = Batch { kind: Kind::Slice, ..batch(&keys[1..2], &[], &[7], &data) };
-            assert_eq!(tier.put(&slice).unwrap(), b"s");
-            assert!(matches!(Tier::open(&address, config()), Err(Error::Unavailable(_))));
-            tier.close().unwrap();
-        }
-        let tier = Tier::open(&address, config()).unwrap();
-        let (found, shared) = tier.check(&[Key(1), Key(2), Key(3), Key(4)], 4).unwrap();
-        assert_eq!((found, shared), (Found { blocks: 3, slices: vec![1] }, 0));
+        let put = batch(&keys[..2], &[], &[100, 100], &data);
+        assert_eq!(tier.put(&put).unwrap(), b"ss");
+        assert_eq!(tier.put(&put).unwrap(), b"ee");
+        assert_eq!(tier.put(&batch(&keys[2..], &keys[..2], &[100], &data[200..])).unwrap(), b"s");
+        assert_eq!(tier.put(&batch(&keys[..1], &[], &[100], &data[1..])).unwrap(), b"c");
+        let slice = Batch { kind: Kind::Slice, ..batch(&keys[1..2], &[], &[7], &data) };
+        assert_eq!(tier.put(&slice).unwrap(), b"s");
+        assert!(tier.flush(Duration::from_secs(1)));
+        let found = tier.check(&[Key(1), Key(2), Key(3), Key(4)], 4).unwrap();
+        assert_eq!(found, Found { blocks: 3, slices: vec![1], near: 0 });
         let mut into = vec![0; 400];
         let hits = tier.get(Kind::Block, &[Key(3), Key(7), Key(1)], &mut into, 100).unwrap();
         assert_eq!(hits, [true, false, true]);
@@ -289,7 +294,41 @@ mod tests {
         for each in [99, 101] {
             assert_eq!(tier.get(Kind::Block, &[Key(1)], &mut into, each).unwrap(), [false]);
         }
-        assert_eq!(tier.stats().iter().find(|(name, _)| *name == "blocks"), Some(&("blocks", 3)));
+        assert_eq!((stat(tier, "stored"), stat(tier, "hits"), stat(tier, "misses")), (4, 2, 3));
+    }
+
+    #[test]
+    fn a_directory_is_a_store_that_outlives_its_tier() {
+        let base = tempfile::tempdir().unwrap();
+        let address = format!("dir:{}", base.path().join("kv").display());
+        {
+            let tier = Tier::open(&address, config()).unwrap();
+            keeps_the_contract(&tier);
+            assert_eq!(tier.put(&batch(&[Key(9)], &[Key(8)], &[9], &[0; 9])).unwrap(), b"p");
+            assert!(matches!(Tier::open(&address, config()), Err(Error::Unavailable(_))));
+            tier.close().unwrap();
+        }
+        let tier = Tier::open(&address, config()).unwrap();
+        assert_eq!(tier.check(&[Key(1), Key(2), Key(3)], 1).unwrap().blocks, 3);
+        assert_eq!(stat(&tier, "store_blocks"), 3);
+    }
+
+    #[test]
+    fn entry_points_are_one_tier() {
+        let base = tempfile::tempdir().unwrap();
+        let servers: Vec<Server> = (0..2)
+            .map(|at| {
+                let root = Root::open(&base.path().join(at.to_string())).unwrap();
+                let media = Arc::new(Local::open(&root, LocalConfig::default()).unwrap());
+                let store = Arc::new(Store::open(root, media, config().store).unwrap());
+                let listen = vec!["127.0.0.1:0".parse().unwrap()];
+                Server::start(store, ServerConfig { listen, ..ServerConfig::default() }).unwrap()
+            })
+            .collect();
+        let names: Vec<String> = servers.iter().map(|server| server.addresses()[0].to_string()).collect();
+        keeps_the_contract(&Tier::open(&format!("tcp://{}", names.join(",")), config()).unwrap());
+        let one = TierConfig { tenant: "two".into(), ..config() };
+        keeps_the_contract(&Tier::open(&format!("tcp://{}", names[0]), one).unwrap());
     }
 
     #[test]
@@ -297,19 +336,22 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let tier = Tier::open(&format!("dir:{}", base.path().display()), config()).unwrap();
         let refused = |put: Batch<'_>| assert!(matches!(tier.put(&put), Err(Error::Invalid(_))));
-        refused(batch(&[Key(1)], &[Key(0)], &[11], &[0; 10]));
-        refused(batch(&[Key(1)], &[], &[10], &[0; 10]));
-        refused(batch(&[Key(1)], &[Key(0)], &[5, 5], &[0; 10]));
-        refused(batch(&[Key(1), Key(2)], &[Key(0), Key(1)], &[u32::MAX, u32::MAX], &[0; 10]));
+        refused(batch(&[Key(1)], &[], &[11], &[0; 10]));
+        refused(batch(&[Key(1)], &[], &[5, 5], &[0; 10]));
+        refused(batch(&[Key(1), Key(2)], &[], &[u32::MAX, u32::MAX], &[0; 10]));
+        refused(batch(&vec![Key(1); 9000], &[], &vec![0; 9000], &[]));
+        refused(batch(&[Key(1)], &vec![Key(1); 9000], &[0], &[]));
         for (keys, each, room) in [(2, 50, 99), (1, 0, 10), (2, usize::MAX, 10)] {
             assert!(tier.get(Kind::Block, &vec![Key(1); keys], &mut vec![0; room], each).is_err());
         }
-        assert_eq!(tier.stats().iter().find(|(name, _)| *name == "stored"), Some(&("stored", 0)));
+        assert_eq!(stat(&tier, "stored"), 0);
     }
 
     #[test]
     fn what_is_no_address_is_refused_by_name() {
-        for address in ["", "dir:", "/tmp/x", "file:/tmp/x", "dir"] {
+        for address in
+            ["", "dir:", "/tmp/x", "file:/tmp/x", "dir", "tcp://", "tcp://host", "tcp://a:1,unix:/x", "unix:x"]
+        {
             let refused = Tier::open(address, config()).err().unwrap();
             assert!(refused.to_string().contains("no address of a KV store"), "{refused}");
         }

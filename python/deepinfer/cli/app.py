@@ -19,12 +19,15 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "batch": "answer a JSONL file of OpenAI batch requests",
     "bench": "measure this machine: throughput, latency, or the scheduler alone",
+    "kvstore": "run and look after the KV store that outlives engines",
     "plan": "show how large a model is and what fits a machine, without its weights",
     "make-checkpoint": "write a random DeepSeek-V4.1 checkpoint in the released format",
     "doctor": "show the hardware, the libraries, the optional parts and the environment switches",
 }
 
 _FAILED_WHILE_RUNNING = (errors.EngineDeadError, errors.StepFailedError)
+# What the user can change before the next try, among the errors of the KV store; the others are failures while running.
+_KV_STORE_MISTAKES = (errors.KvStoreRefusedError, errors.KvStoreFormatError)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -60,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except console.UserError as error:
         console.error_line(error)
         return console.EXIT_USAGE
-    except (console.RunError, *_FAILED_WHILE_RUNNING) as error:
+    except _KV_STORE_MISTAKES as error:
+        console.error_line(error)
+        return console.EXIT_USAGE
+    except (console.RunError, errors.KvStoreError, *_FAILED_WHILE_RUNNING) as error:
         console.error_line(error)
         return console.EXIT_FAILED
     except errors.DeepInferError as error:

@@ -49,6 +49,11 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def shortened(text: str, most: int = 40) -> str:
+    """``text`` in quotes for an error, cut where it is long."""
+    return repr(text if len(text) <= most else text[: most - 1] + "…")
+
+
 def error_line(text: object) -> None:
     """Writes the one line a failed command leaves behind."""
     note(f"deepinfer: error: {one_line(text)}")

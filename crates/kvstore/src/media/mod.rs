@@ -10,6 +10,8 @@ pub mod segment;
 pub mod striped;
 mod waiter;
 
+pub use striped::{Repaired, Scrubbed as Shards};
+
 use crate::error::Error;
 use crate::object::Meta;
 
@@ -89,4 +91,27 @@ pub trait Media: Send + Sync {
 
     /// Sealed segments with their bytes on the media.
     fn segments(&self) -> Vec<(u32, u64)>;
+
+    /// What it counts, by name; `backlog` is what waits for repair.
+    fn counts(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+
+    /// Makes up to `limit` parts again that were lost. None: it has no redundancy of its own.
+    ///
+    /// # Errors
+    /// [`Error::Newer`], [`Error::Unavailable`].
+    fn repair(&self, limit: usize) -> Result<Option<Repaired>, Error> {
+        let _ = limit;
+        Ok(None)
+    }
+
+    /// Compares every part of a segment with its checksums and queues what is wrong for repair. None: it has no redundancy of its own.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: there is no such segment; [`Error::Newer`], [`Error::Unavailable`].
+    fn scrub_segment(&self, segment: u32) -> Result<Option<Shards>, Error> {
+        let _ = segment;
+        Ok(None)
+    }
 }

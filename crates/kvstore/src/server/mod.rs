@@ -5,7 +5,7 @@
 //! Nobody is trusted before the hello: until then a connection may take a few hundred bytes and `handshake` of time. No length is
 //! believed before it is held to its bound; answers of all connections together take no more than `answer_bytes` of memory.
 
-mod admin;
+pub(crate) mod admin;
 mod gate;
 mod serve;
 
@@ -20,14 +20,15 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::error::Error;
+use crate::metrics::Histogram;
 use crate::net::{Address, Socket};
 use crate::store::Store;
 use crate::tls::{Acceptor, ServerTls};
-use crate::wire::{Proof, Role};
+use crate::wire::{Op, Proof, Role};
 use gate::{Budget, Gate};
 
 /// Where a server listens and what it allows.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct ServerConfig {
     /// Addresses; a port of 0 is chosen by the system.
     pub listen: Vec<Address>,
@@ -49,6 +50,26 @@ pub struct ServerConfig {
     pub answer_bytes: u64,
     /// Time that connections have to end when the server is drained.
     pub drain: Duration,
+}
+
+impl std::fmt::Debug for ServerConfig {
+    /// Without the tokens.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut roles: Vec<&str> = self.tokens.keys().map(|role| role.name()).collect();
+        roles.sort_unstable();
+        f.debug_struct("ServerConfig")
+            .field("listen", &self.listen)
+            .field("tokens", &roles)
+            .field("tls", &self.tls)
+            .field("max_connections", &self.max_connections)
+            .field("max_unknown", &self.max_unknown)
+            .field("handshake", &self.handshake)
+            .field("request", &self.request)
+            .field("idle", &self.idle)
+            .field("answer_bytes", &self.answer_bytes)
+            .field("drain", &self.drain)
+            .finish()
+    }
 }
 
 impl Default for ServerConfig {
@@ -93,6 +114,9 @@ impl ServerConfig {
     }
 }
 
+/// Operations whose times are kept.
+pub const OPERATIONS: [&str; 5] = ["check", "get", "start", "commit", "admin"];
+
 /// Counters of a server since its start.
 #[derive(Debug, Default)]
 pub struct Traffic {
@@ -108,11 +132,26 @@ pub struct Traffic {
     pub forbidden: AtomicU64,
     /// Requests by operation: check, get, start, commit.
     pub requests: [AtomicU64; 4],
+    /// How long requests took, in the order of [`OPERATIONS`].
+    pub times: [Histogram; OPERATIONS.len()],
 }
 
 impl Traffic {
     fn note(counter: &AtomicU64) {
         counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Times of an operation, if they are kept.
+    fn times(&self, op: Op) -> Option<&Histogram> {
+        let at = match op {
+            Op::Check => 0,
+            Op::Get => 1,
+            Op::Start => 2,
+            Op::Commit => 3,
+            Op::Admin => 4,
+            Op::Write | Op::Revoke | Op::Ping | Op::Answer => return None,
+        };
+        Some(&self.times[at])
     }
 }
 
@@ -193,6 +232,27 @@ impl Listener {
     }
 }
 
+/// A look at a server from outside, also while it drains.
+#[derive(Clone)]
+pub struct Watch(Arc<Shared>);
+
+impl Watch {
+    /// What it counted.
+    pub fn traffic(&self) -> &Traffic {
+        &self.0.traffic
+    }
+
+    /// Connections there are.
+    pub fn connections(&self) -> usize {
+        self.0.gate.count()
+    }
+
+    /// Whether it takes no new work any more.
+    pub fn is_leaving(&self) -> bool {
+        self.0.leaving.load(Ordering::SeqCst)
+    }
+}
+
 /// A running server; drained when dropped.
 pub struct Server {
     shared: Arc<Shared>,
@@ -251,6 +311,11 @@ impl Server {
     /// Connections there are.
     pub fn connections(&self) -> usize {
         self.shared.gate.count()
+    }
+
+    /// A look at it that others may keep.
+    pub fn watch(&self) -> Watch {
+        Watch(Arc::clone(&self.shared))
     }
 
     /// Takes no new work, ends what is under way, and drains the store.

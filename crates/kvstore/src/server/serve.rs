@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::io::{self, IoSlice, Read, Write};
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use super::{Shared, Traffic, admin};
 use crate::checksum::checksum;
@@ -154,7 +155,11 @@ impl Peer<'_> {
         let mut body = std::mem::take(&mut self.body);
         body.resize(header.len as usize, 0);
         self.connection.read_exact(&mut body)?;
+        let begun = Instant::now();
         let done = self.handle(header, &body);
+        if let Some(times) = self.shared.traffic.times(header.op) {
+            times.add(begun.elapsed());
+        }
         if body.capacity() <= KEEP {
             self.body = body;
         }
@@ -221,7 +226,7 @@ impl Peer<'_> {
                 self.answer(header.number, &[])
             }
             Op::Admin => {
-                let answer = admin::run(&self.shared.store, &self.shared.traffic, body)?;
+                let answer = admin::run(&self.shared.store, Some(&self.shared.traffic), body)?;
                 self.answer(header.number, answer.as_bytes())
             }
             Op::Ping | Op::Answer => self.answer(header.number, &[]),

@@ -199,8 +199,9 @@ impl Store {
         let mut kept = self.kept_mut();
         // Last first, as for a chain: a parent counts as used after its children.
         for want in hits.into_iter().rev() {
-            if let Some((slot, _)) = kept.retention.get(want.id) {
+            if let Some((slot, entry)) = kept.retention.get(want.id) {
                 kept.retention.touch(slot, now);
+                self.counters.hit(entry.class, want.into.len() as u64);
             }
         }
     }

@@ -31,7 +31,7 @@ use crate::catalogue::{Catalogue, Tenant};
 use crate::clock::{Clock, StoreTime, SystemClock};
 use crate::error::Error;
 use crate::index::Removed;
-use crate::media::Media;
+use crate::media::{Media, Repaired, Shards};
 use crate::object::{Class, TenantId};
 use crate::policy::{Lifetimes, PolicyKind, Retention};
 use crate::record::span;
@@ -190,7 +190,7 @@ impl Store {
         add(&self.counters.expired, gone as u64);
         let tenants: Vec<TenantId> = retention.index().tenants().map(|(tenant, _)| tenant).collect();
         for tenant in tenants {
-            retention.make_room(tenant, 0, now, &mut |removed| self.evicted(live, removed));
+            retention.make_room(tenant, 0, now, &mut |removed| self.evicted_quota(live, removed));
         }
         // Nothing more to evict is as good as room.
         let _ = self.evict_for(retention, live, 0, now);
@@ -200,6 +200,11 @@ impl Store {
         live.drop_removed(removed);
         add(&self.counters.evicted, 1 + u64::from(removed.slice.is_some()));
         add(&self.counters.evicted_bytes, removed.bytes());
+    }
+
+    fn evicted_quota(&self, live: &mut Live, removed: &Removed) {
+        self.evicted(live, removed);
+        add(&self.counters.evicted_quota, 1 + u64::from(removed.slice.is_some()));
     }
 
     fn kept(&self) -> RwLockReadGuard<'_, Kept> {
@@ -261,7 +266,7 @@ impl Store {
         let mut kept = self.kept_mut();
         let Kept { retention, live } = &mut *kept;
         retention.set_quota(tenant.id, tenant.quota);
-        retention.make_room(tenant.id, 0, now, &mut |removed| self.evicted(live, removed));
+        retention.make_room(tenant.id, 0, now, &mut |removed| self.evicted_quota(live, removed));
         Ok(tenant)
     }
 
@@ -291,6 +296,31 @@ impl Store {
             pending,
             memory: (index + policy) as u64,
         }
+    }
+
+    /// What the media counts: see [`Media::counts`].
+    pub fn media_counts(&self) -> Vec<(&'static str, u64)> {
+        self.media.counts()
+    }
+
+    /// Makes up to `limit` parts again that the media has lost: see [`Media::repair`].
+    ///
+    /// # Errors
+    /// Of the media.
+    pub fn repair(&self, limit: usize) -> Result<Option<Repaired>, Error> {
+        self.media.repair(limit)
+    }
+
+    /// Compares all copies and parts of the segment after `after` with their checksums: see [`Media::scrub_segment`]. None: there is no further
+    /// one, or nothing to compare.
+    ///
+    /// # Errors
+    /// Of the media.
+    pub fn scrub_shards(&self, after: u32) -> Result<Option<(u32, Shards)>, Error> {
+        let segment =
+            self.media.segments().into_iter().map(|(number, _)| number).filter(|&number| number > after).min();
+        let Some(segment) = segment else { return Ok(None) };
+        Ok(self.media.scrub_segment(segment)?.map(|shards| (segment, shards)))
     }
 
     /// Takes no more writes, waits for those on their way, drops what was not committed and seals the open segment. Reads go on.

@@ -287,7 +287,7 @@ impl Store {
     ) -> Result<(), Error> {
         for (&tenant, &bytes) in &promise.tenants {
             let promised = live.promised_to.get(&tenant).copied().unwrap_or(0);
-            if !retention.make_room(tenant, bytes + promised, now, &mut |removed| self.evicted(live, removed)) {
+            if !retention.make_room(tenant, bytes + promised, now, &mut |removed| self.evicted_quota(live, removed)) {
                 return Err(Error::Full(format!("the quota of tenant {}", tenant.0)));
             }
         }

@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::object::Class;
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         /// Counters while they count.
@@ -33,6 +35,18 @@ counters! {
     hits,
     /// Bytes they gave.
     hit_bytes,
+    /// Hits of objects of [`crate::Class::Chat`].
+    hits_chat,
+    /// Hits of [`crate::Class::Agent`].
+    hits_agent,
+    /// Hits of [`crate::Class::Other`].
+    hits_other,
+    /// Bytes of [`crate::Class::Chat`] among them.
+    hit_bytes_chat,
+    /// Bytes of [`crate::Class::Agent`].
+    hit_bytes_agent,
+    /// Bytes of [`crate::Class::Other`].
+    hit_bytes_other,
     /// Reads that found nothing.
     misses,
     /// Misses because a disk or a service answered with an error.
@@ -55,6 +69,8 @@ counters! {
     write_errors,
     /// Objects evicted to make room.
     evicted,
+    /// Those of them that went because their tenant was over its quota.
+    evicted_quota,
     /// Their bytes.
     evicted_bytes,
     /// Objects whose time to live was over.
@@ -79,6 +95,19 @@ counters! {
     scrubbed,
     /// Segments the catalogue knows and the media had no more at the open.
     segments_missing,
+}
+
+impl Counters {
+    /// One read of an object of this class.
+    pub(super) fn hit(&self, class: Class, bytes: u64) {
+        let (hits, with) = match class {
+            Class::Chat => (&self.hits_chat, &self.hit_bytes_chat),
+            Class::Agent => (&self.hits_agent, &self.hit_bytes_agent),
+            Class::Other => (&self.hits_other, &self.hit_bytes_other),
+        };
+        add(hits, 1);
+        add(with, bytes);
+    }
 }
 
 pub(super) fn add(counter: &AtomicU64, by: u64) {

@@ -298,6 +298,26 @@ impl Media for Striped {
         Ok(())
     }
 
+    fn counts(&self) -> Vec<(&'static str, u64)> {
+        let Stats { reads, rebuilt, hedged, damaged, short, backlog } = self.stats();
+        vec![
+            ("reads", reads),
+            ("rebuilt", rebuilt),
+            ("hedged", hedged),
+            ("damaged", damaged),
+            ("short", short),
+            ("backlog", backlog),
+        ]
+    }
+
+    fn repair(&self, limit: usize) -> Result<Option<Repaired>, Error> {
+        self.repair_step(limit).map(Some)
+    }
+
+    fn scrub_segment(&self, segment: u32) -> Result<Option<Scrubbed>, Error> {
+        self.scrub(segment).map(Some)
+    }
+
     /// Does nothing: every batch is a segment, sealed when it counts.
     fn seal(&self) -> Result<(), Error> {
         Ok(())

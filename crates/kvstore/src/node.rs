@@ -1,0 +1,157 @@
+//! A server with everything that belongs to it, made of settings.
+//!
+//! Owns: the order in which media, store, upkeep, repair, listeners and metrics begin and end. Never touches: signals, terminals.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::backend::Backend;
+use crate::error::Error;
+use crate::media::Media;
+use crate::media::local::Local;
+use crate::media::objects::Objects;
+use crate::media::striped::{Config, Striped};
+use crate::metrics::{Http, ServerPages};
+use crate::net::Address;
+use crate::root::Root;
+use crate::server::Server;
+use crate::settings::{MediaSettings, Settings};
+use crate::store::{Store, Upkeep};
+
+/// Debts of domains that one look pays.
+const REPAIRS: usize = 16;
+
+/// Opens the media of these settings and the store over it.
+///
+/// # Errors
+/// As [`Root::open`], the media's and [`Store::open`].
+pub fn open_store(settings: &Settings) -> Result<Arc<Store>, Error> {
+    let root = Root::open(&settings.root)?;
+    let media: Arc<dyn Media> = match &settings.media {
+        MediaSettings::Local(config) => Arc::new(Local::open(&root, config.clone())?),
+        MediaSettings::Objects(place) => Arc::new(Objects::new(place.open()?, root.media())?),
+        MediaSettings::Striped { domains, config, .. } => {
+            let opened = domains.iter().map(crate::settings::Where::open).collect::<Result<Vec<_>, _>>()?;
+            let domains: Result<[Arc<dyn Backend>; crate::erasure::SHARDS], _> = opened.try_into();
+            let wrong = |given: Vec<_>| Error::Invalid(format!("media.domains: {} are given", given.len()));
+            Arc::new(Striped::new(domains.map_err(wrong)?, Config { media: root.media(), ..config.clone() })?)
+        }
+    };
+    let store = Arc::new(Store::open(root, media, settings.store.clone())?);
+    for (tenant, &bytes) in &settings.quotas {
+        store.set_quota(tenant, Some(bytes)).map_err(|error| match error {
+            Error::Invalid(said) => Error::Invalid(format!("quotas.{tenant}: {said}")),
+            other => other,
+        })?;
+    }
+    Ok(store)
+}
+
+/// A running server.
+pub struct Node {
+    server: Server,
+    metrics: Option<Http>,
+    _mender: Option<Mender>,
+    _upkeep: Upkeep,
+    store: Arc<Store>,
+}
+
+impl Node {
+    /// Opens and serves.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for settings that do not fit what is there, and those of the parts.
+    pub fn start(settings: &Settings) -> Result<Self, Error> {
+        let store = open_store(settings)?;
+        let server = Server::start(Arc::clone(&store), settings.server.clone())?;
+        let upkeep = Upkeep::start(&store, settings.tend_every)?;
+        let mender = match settings.media {
+            MediaSettings::Striped { repair_every, scrub_every, .. } => {
+                Some(Mender::start(&store, repair_every, scrub_every)?)
+            }
+            _ => None,
+        };
+        let metrics = match &settings.metrics {
+            Some(address) => {
+                let pages = ServerPages { store: Arc::clone(&store), watch: server.watch() };
+                Some(Http::start(&address.to_string(), Arc::new(pages))?)
+            }
+            None => None,
+        };
+        Ok(Self { server, metrics, _mender: mender, _upkeep: upkeep, store })
+    }
+
+    /// Where it listens, with the ports that were chosen.
+    pub fn addresses(&self) -> Vec<Address> {
+        self.server.addresses()
+    }
+
+    /// Where metrics are to be had.
+    pub fn metrics(&self) -> Option<SocketAddr> {
+        self.metrics.as_ref().map(Http::address)
+    }
+
+    /// What it serves.
+    pub fn store(&self) -> &Arc<Store> {
+        &self.store
+    }
+
+    /// Takes no new work, ends what is under way and leaves the store as a clean end does. Metrics can be read until it is dropped.
+    ///
+    /// # Errors
+    /// As [`Server::drain`].
+    pub fn drain(&mut self) -> Result<(), Error> {
+        self.server.drain()
+    }
+}
+
+/// A thread that repairs and scrubs stripes until it is dropped.
+struct Mender {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Mender {
+    fn start(store: &Arc<Store>, repair_every: Duration, scrub_every: Duration) -> Result<Self, Error> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (store, stopped) = (Arc::downgrade(store), Arc::clone(&stop));
+        let thread = std::thread::Builder::new()
+            .name("kvstore-mend".to_owned())
+            .spawn(move || mend(&store, &stopped, repair_every, scrub_every))
+            .map_err(Error::io("start the repair thread"))?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+fn mend(store: &Weak<Store>, stopped: &AtomicBool, repair_every: Duration, scrub_every: Duration) {
+    let mut scrubbed = Instant::now();
+    let mut last = 0;
+    while !stopped.load(Ordering::Relaxed) {
+        let Some(open) = store.upgrade() else { return };
+        // What fails is owed still and tried again at the next look; the backlog says so.
+        let repaired = open.repair(REPAIRS).ok().flatten().unwrap_or_default();
+        if !scrub_every.is_zero() && scrubbed.elapsed() >= scrub_every {
+            scrubbed = Instant::now();
+            last = open.scrub_shards(last).ok().flatten().map_or(0, |(segment, _)| segment);
+        }
+        drop(open);
+        // While there is something to be made, the next step begins at once.
+        if repaired.made + repaired.deleted == 0 || repaired.left == 0 {
+            std::thread::park_timeout(repair_every);
+        }
+    }
+}
+
+impl Drop for Mender {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            // Its own panic was reported by the hook; nothing is left to undo.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,25 @@
+"""``deepinfer kvstore``: the KV store that outlives engines: its server, its agent, and what is done to them."""
+
+from __future__ import annotations
+
+import argparse
+
+from deepinfer.cli.parser import add_commands
+
+EXAMPLES = (
+    "deepinfer kvstore serve",
+    "deepinfer kvstore stats",
+    "deepinfer kvstore scrub --address dir:/nvme/kv",
+)
+KINDS = {
+    "serve": "serve a KV store over sockets until it is told to end",
+    "check": "ask how much of a chain of keys is there",
+    "stats": "show what a store holds, counts and met",
+    "scrub": "read everything that is stored, find damage and have it repaired",
+    "gc": "collect segments of which little lives",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds one sub-command for each; a module of its own brings its ``run``."""
+    add_commands(parser, "ACTION", {name: f"deepinfer.cli.kvstore_{name}" for name in KINDS}, KINDS)
