@@ -278,6 +278,34 @@ fn only_leaves_that_nobody_holds_are_evicted_for_a_fetch() {
 }
 
 #[test]
+fn copies_lie_behind_the_newest_planned_step() {
+    let mut c = config(16, 40, 4, 64);
+    c.max_in_flight = 2;
+    let mut rig = Rig::new(&c);
+    let (ends, goes_on) = (rig.add_long(&prompt(1, 40), 60), rig.add_long(&prompt(2, 40), 60));
+    let seq = waiting(&mut rig, prompt(3, 70), 3);
+    while rig.scheduler.info(goes_on).is_none_or(|i| i.output_tokens < 2) {
+        rig.step();
+    }
+    rig.drain();
+    // One step is in flight when its sequence is given up; the next one is planned without it.
+    let first = rig.schedule().unwrap();
+    let was = rig.scheduler.block_row(ends).unwrap().to_vec();
+    rig.inbox.abort(ends).unwrap();
+    let second = rig.schedule().unwrap();
+    rig.queue.extend([first, second]);
+    let fetch = rig.scheduler.begin_fetch(seq, 64).unwrap();
+    assert_eq!(fetch.after, second.step);
+    assert!(fetch.blocks.iter().any(|block| was.contains(block)), "blocks that the first one still writes");
+    rig.fill_fetch(&fetch, &prompt(3, 70), 64);
+    assert!(rig.scheduler.end_fetch(fetch.transfer, 64) && rig.scheduler.end_wait(seq));
+    rig.run(100);
+    assert_eq!(rig.prompt_rows[&seq], 6);
+    rig.verify_streams(256);
+    rig.verify_empty();
+}
+
+#[test]
 fn a_block_is_brought_once() {
     let mut rig = Rig::new(&config(16, 60, 4, 64));
     let shared = prompt(1, 64);

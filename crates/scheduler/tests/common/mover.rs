@@ -43,8 +43,10 @@ impl Rig {
         let entries = self.entries(&fetch.blocks, fetch.tokens - fetch.present).into_iter();
         let value = |p: u32| if p < arrived { h[p as usize] } else { 0xBAD };
         let writes = entries.map(|(m, at, p)| (m, at, value(p + fetch.present))).collect();
+        // As early and as late as may be.
         let newest = self.queue.back().map_or(0, |plan| plan.step.0);
-        self.copies.push((newest, writes));
+        let behind = if fetch.transfer.generation.is_multiple_of(2) { newest } else { fetch.after.0 };
+        self.copies.push((behind, writes));
         self.copy_queued(self.executed + 1);
     }
 
