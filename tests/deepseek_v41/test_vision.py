@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepinfer.errors import ImageError
 from deepinfer.models.deepseek_v41.containers import DeepseekV41Parameters
 from deepinfer.models.deepseek_v41.forward import DeepseekV41Model
 from deepinfer.models.deepseek_v41.image_input import ImageSizes
@@ -215,3 +216,23 @@ def test_sizes_are_those_of_the_plain_rule() -> None:
             high, wide = sizes.target(height, width)
             assert (high // t.patch, wide // t.patch) == vision.patch_grid(width, height, t), (height, width)
             assert sizes.tokens(high, wide) == vision.span_length(-(-high // sizes.cell), -(-wide // sizes.cell))
+
+
+@pytest.mark.parametrize("name", ["tiny", "full"])
+@pytest.mark.parametrize("size", [(1, 1), (1, 1000), (1000, 1), (100, 43_000), (43_000, 100), (2000, 2000)])
+def test_pictures_of_any_shape_come_to_a_size_that_fits(name: str, size: tuple[int, int]) -> None:
+    """One pixel, lines, and what is larger than any image may be: at most as many tokens as allowed, and something to see."""
+    t = plan(name).vision
+    assert t is not None
+    sizes = ImageSizes.of(t)
+    made = sizes.prepare(np.full((*size, 3), 255, np.uint8))
+    assert 4 <= made.tokens <= sizes.max_tokens and sizes.final_tokens(*made.pixels.shape[:2]) == made.tokens
+    assert int(made.pixels.max()) == 255
+
+
+@pytest.mark.parametrize("size", [(1, 4_000_000), (4_000_000, 1), (2, 2_000_000)])
+def test_a_picture_of_which_nothing_would_be_left_is_refused(size: tuple[int, int]) -> None:
+    t = plan("full").vision
+    assert t is not None
+    with pytest.raises(ImageError, match=f"{size[1]} x {size[0]} pixels .* less than a pixel: crop it"):
+        ImageSizes.of(t).prepare(np.zeros((*size, 3), np.uint8))

@@ -80,10 +80,16 @@ class ImageSizes:
         """Bicubic scaling to fit, in the middle of grey. A picture that has its size already needs no Pillow.
 
         Raises:
-            ImageError: Pillow is not installed.
+            ImageError: Pillow is not installed, or the picture is so thin that scaling leaves nothing of it.
         """
-        height, width = self.target(pixels.shape[0], pixels.shape[1])
-        if pixels.shape[:2] != (height, width):
+        high, wide = pixels.shape[:2]
+        height, width = self.target(high, wide)
+        if (high, wide) != (height, width):
+            if round(min(high, wide) * min(height / high, width / wide)) < 1:
+                raise ImageError(
+                    f"an image of {wide} x {high} pixels is brought to {width} x {height}, where its shorter side would be less than a "
+                    "pixel: crop it, or scale it to a shape that is less extreme"
+                )
             try:
                 from PIL import Image, ImageOps
             except ImportError:
