@@ -108,6 +108,14 @@ class WindowRule:
     def keep(self) -> int: ...
     @property
     def truncated(self) -> bool: ...
+    def longest_hit(self, length: int) -> int:
+        """Longest hit that a sequence of so many tokens may use."""
+
+    def last_slice(self, length: int) -> int:
+        """Last start of such a sequence that needs the windows of the encoder only."""
+
+    def rerun_start(self, length: int, hit: int) -> int:
+        """Its start behind a hit of ``hit`` tokens where there are no windows."""
 
 @final
 class CoreConfig:

@@ -7,6 +7,7 @@ Owns: the front ends. Never touches: tensors, scheduling, HTTP. `LLM` drives an 
 from __future__ import annotations
 
 import os
+import select
 import sys
 import threading
 from collections import deque
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from deepinfer.engine.step_log import EngineMetrics
 
 __all__ = ["LLM", "AsyncLLM", "PrefillDecodePair"]
+
+_REST = 0.01
+"""Longest sleep of a turn that found nothing to run, seconds: other threads wait for theirs, and so does Ctrl-C."""
 
 
 class LLM:
@@ -381,7 +385,10 @@ class LLM:
                     if not len(self._outputs):
                         return False
                     raise self._why_lost()
-                self._made += self._outputs.process(engine.step(), engine.stop_at)
+                deltas = engine.step()
+                if not deltas and (rest := engine.rest()) is not None:
+                    select.select([rest[0]], [], [], min(rest[1], _REST))
+                self._made += self._outputs.process(deltas, engine.stop_at)
                 return True
         except BaseException:
             if not engine.has_unfinished():  # it came from inside the step: the engine has aborted everything, or is dead

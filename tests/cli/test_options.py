@@ -15,6 +15,7 @@ from deepinfer.sampling import SamplingParams
 ALIASES = {"gpu_memory_utilization"}  # a second spelling of --kv-memory-fraction
 # A command runs one whole engine; halves of one are set where both are started (`PrefillDecodePair`).
 OF_A_PAIR = {"engine_type", "kv_transfer", "kv_transfer_address", "kv_transfer_token", "handover_lease"}
+SECRETS = {"kv_store_token"}  # a command line is for everybody to see; environment variables are not
 NOT_OFFERED = {"seed", "detokenize"}  # seed is the engine option of that name; a command prints text
 
 
@@ -26,7 +27,7 @@ def parse(*argv: str) -> argparse.Namespace:
 
 
 def test_every_engine_setting_has_an_option() -> None:
-    settings = {f.name for f in dataclasses.fields(EngineConfig)} - {"model"} - ALIASES - OF_A_PAIR
+    settings = {f.name for f in dataclasses.fields(EngineConfig)} - {"model"} - ALIASES - OF_A_PAIR - SECRETS
     assert {o.name for o in options.ENGINE_OPTIONS} == settings
 
 

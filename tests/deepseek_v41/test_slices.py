@@ -18,6 +18,7 @@ import torch
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.hooks import Admission
+from deepinfer.kvcache.block_tier import BlockTier
 from deepinfer.kvcache.state_slices import HostSlices
 from deepinfer.models.base import WindowHits
 from deepinfer.models.deepseek_v41.caches import plan_caches
@@ -44,12 +45,14 @@ class Made:
         patch.setattr("deepinfer.engine.assembly.load_model", lambda *_: loaded("tiny128", device))
         self._where, self._device = write_config(where, "tiny128"), device
 
-    def __call__(self, slices: HostSlices | None = None, cls: type[Engine] = Engine, **settings: Any) -> Any:
+    def __call__(
+        self, slices: HostSlices | None = None, cls: type[Engine] = Engine, store: BlockTier | None = None, **settings: Any
+    ) -> Any:
         small = {
             "load_format": "dummy", "dtype": "float32", "quiet": True, "num_threads": 1, "num_kv_blocks": 60, "max_num_seqs": 4,
             "max_num_batched_tokens": 1024, "max_model_len": 3200, "state_snapshot_gib": 0, "swap_space_gib": 0,
         }  # fmt: skip
-        return cls(EngineConfig(model=self._where, device=self._device, **{**small, **settings}), slices=slices)
+        return cls(EngineConfig(model=self._where, device=self._device, **{**small, **settings}), slices=slices, store=store)
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,18 @@ impl PyWindowRule {
         Self { encoder, decoder, window, grain, backtrack, exact, keep, truncated }
     }
 
+    fn longest_hit(&self, length: u32) -> u32 {
+        self.rule().longest_hit(length)
+    }
+
+    fn last_slice(&self, length: u32) -> u32 {
+        self.rule().last_slice(length)
+    }
+
+    fn rerun_start(&self, length: u32, hit: u32) -> u32 {
+        self.rule().rerun_start(length, hit)
+    }
+
     /// Python's own names of the two truth values.
     fn __repr__(&self) -> String {
         let Self { encoder, decoder, window, grain, backtrack, keep, .. } = self;
@@ -98,11 +110,17 @@ impl PyWindowRule {
     }
 }
 
+impl PyWindowRule {
+    fn rule(&self) -> WindowRule {
+        let &Self { encoder, decoder, window, grain, backtrack, exact, keep, truncated } = self;
+        WindowRule { encoder, decoder, window, grain, backtrack, exact, keep, truncated }
+    }
+}
+
 fn hit_rule(rule: Option<&Bound<'_, PyAny>>) -> PyResult<HitRule> {
     let Some(rule) = rule else { return Ok(HitRule::All) };
     if let Ok(rule) = rule.cast::<PyWindowRule>() {
-        let &PyWindowRule { encoder, decoder, window, grain, backtrack, exact, keep, truncated } = rule.get();
-        return Ok(HitRule::Window(WindowRule { encoder, decoder, window, grain, backtrack, exact, keep, truncated }));
+        return Ok(HitRule::Window(rule.get().rule()));
     }
     match rule.extract::<&str>() {
         Ok("all") => Ok(HitRule::All),

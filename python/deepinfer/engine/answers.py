@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from deepinfer import _core
 from deepinfer.engine.grammar_rows import GrammarRows
+from deepinfer.engine.kv_store import StoreTraffic
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.engine.roles import CompletionRole, PromptRole
 from deepinfer.engine.step_loop import Launched
@@ -50,7 +51,7 @@ class Answers:
     """Answers from their request to the delta that ends them.
 
     Args:
-        core, grammars, role: the engine's.
+        core, grammars, role, store: the engine's.
         num_slots: state slots, the null slot included.
 
     Attributes:
@@ -58,8 +59,10 @@ class Answers:
         handle_of_slot: uint64 ``[num_slots]``, who was given each state slot last.
     """
 
-    def __init__(self, core: _core.Core, grammars: GrammarRows, role: PromptRole | CompletionRole | None, num_slots: int) -> None:
-        self._core, self._grammars, self._role = core, grammars, role
+    def __init__(
+        self, core: _core.Core, grammars: GrammarRows, role: PromptRole | CompletionRole | None, store: StoreTraffic | None, num_slots: int
+    ) -> None:
+        self._core, self._grammars, self._role, self._store = core, grammars, role, store
         self.by_handle: dict[int, Answer] = {}
         self.requests: dict[str, list[int]] = {}
         self.handle_of_slot: NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
@@ -88,6 +91,8 @@ class Answers:
                 self._grammars.forget(handle)
                 if self._role is not None:
                     self._role.forget(handle)
+                if self._store is not None:
+                    self._store.forget(handle)
 
     def stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
         """Ends one answer after its first ``num_tokens`` tokens; no delta of it follows."""
@@ -227,6 +232,8 @@ class Answers:
         self._grammars.forget(handle)
         if self._role is not None:
             self._role.forget(handle)
+        if self._store is not None:
+            self._store.forget(handle)
         handles = self.requests.get(answer.request.request_id)
         if handles is not None:
             handles.remove(handle)

@@ -14,14 +14,17 @@ from deepinfer import _core
 from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.hooks import EngineHooks
+from deepinfer.engine.kv_store import StoredSlices, StorePlan, StoreTraffic, open_tier, plan_store
 from deepinfer.engine.model_options import block_tokens, configure_model, drafting_of
+from deepinfer.engine.mover import Bell
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
-from deepinfer.engine.state_hits import SnapshotPlan, hit_rule, plan_snapshots, window_hits
+from deepinfer.engine.state_hits import SnapshotPlan, hit_rule, modest_bytes, plan_snapshots, window_hits
 from deepinfer.engine.state_slices import SlicePlan, StateSlices, plan_slices
 from deepinfer.engine.step_loop import RING_SLOTS
 from deepinfer.engine.swap import SwapPlan, plan_swap
 from deepinfer.errors import ConfigError
 from deepinfer.kernels import KERNEL_SET
+from deepinfer.kvcache.block_tier import BlockTier
 from deepinfer.kvcache.layout import KvLayout, form_of
 from deepinfer.kvcache.state_slices import HostSlices, SliceTier
 from deepinfer.models import ResolvedModel, load_model, resolve_model
@@ -44,6 +47,7 @@ class Assembly:
         speculative: drafting as it holds for the model, ``None`` = none.
         paged, state: the model's groups.
         plan: KV pools; ``swap``: host memory for preempted sequences; ``snapshots``, ``slices``: for states and slices of them.
+        store, tier: what holds for the KV store, and itself; ``None`` without one.
     """
 
     config: EngineConfig
@@ -58,6 +62,8 @@ class Assembly:
     swap: SwapPlan
     snapshots: SnapshotPlan
     slices: SlicePlan
+    store: StorePlan | None = None
+    tier: BlockTier | None = None
 
     @property
     def depth(self) -> int:
@@ -107,14 +113,21 @@ class Assembly:
             engine_type=self.config.engine_type,
             kv_lease_ns=lease_ns,
             handover_lease_ns=lease_ns,
+            fetch_lease_ns=lease_ns if self.store is None else self.store.lease_ns,
             model=identity["model"],
             revision=identity["revision"],
             weight_format=identity["weights"],
-            # Slices of states are found by hash alone, by other engines too.
-            kv_format=f"{identity['dtype']}/{form_of(self.paged, self.state)}" if self.state else identity["dtype"],
+            # Slices of states and what is in a KV store are found by hash alone, by other engines too.
+            kv_format=f"{identity['dtype']}/{form_of(self.paged, self.state)}" if self.state or self.store else identity["dtype"],
             numerics=identity["numerics"],
             hit_policy=identity["hit policy"],
+            salt=self.salt,
         )
+
+    @property
+    def salt(self) -> bytes:
+        """What every chain begins with: who shares a KV store. A request's own salt stands behind it."""
+        return b"" if self.store is None else self.config.kv_store_tenant.encode() + b"\0"  # which no name has
 
     @property
     def _truncation(self) -> str:
@@ -179,12 +192,34 @@ class Assembly:
     def make_slices(
         self, core: _core.Core, runner: ModelRunner, hooks: EngineHooks, given: SliceTier | None, name_of: Callable[[int], str]
     ) -> StateSlices | None:
-        """What cuts slices of states and puts them back; ``None`` without a tier, ``given`` or of its own."""
-        tier = HostSlices(self.slices.room) if self.slices.room else given
-        if tier is None:
+        """What cuts slices of states and puts them back, and takes them to the KV store where there is one; ``None`` without a tier,
+        ``given`` or of its own."""
+        near = HostSlices(self.slices.room) if self.slices.room else given
+        if near is None:
             return None
+        tier = near if self.store is None else StoredSlices(near)
         copies = SliceCopies(runner.kv, self.state, runner.queue, self.run.platform.pinned)
         return StateSlices(core, hooks, copies, tier, name_of)
+
+    def make_store(
+        self,
+        core: _core.Core,
+        runner: ModelRunner,
+        hooks: EngineHooks,
+        slices: StateSlices | None,
+        bell: Bell,
+        whose: Callable[[int], tuple[str, str]],
+    ) -> StoreTraffic | None:
+        """What brings KV from the store and takes it there; ``None`` without one."""
+        if self.store is None or self.tier is None:
+            return None
+        stored = slices.tier if slices is not None and isinstance(slices.tier, StoredSlices) else None
+        owned, sizes = self.config.kv_store is not None, (self.plan.num_blocks, self.plan.max_model_len)
+        near, size = (None, 0) if stored is None else (stored.near, self.slices.slice_bytes)
+        made = StoreTraffic(core, runner, hooks, self.store, self.tier, owned, bell, *sizes, near, size, whose)
+        if stored is not None:
+            stored.offered = made.offer_slice
+        return made
 
     def make_drafting(self, core: _core.Core) -> Drafting | None:
         """What proposes drafts, or bounds those of the model; ``None`` without drafts."""
@@ -194,13 +229,18 @@ class Assembly:
         return make(core, self.speculative, self.run.max_num_batched_tokens)
 
 
-def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None = None, slices: SliceTier | None = None) -> Assembly:
+def assemble(
+    config: EngineConfig,
+    progress: Callable[[int, int], None] | None = None,
+    slices: SliceTier | None = None,
+    store: BlockTier | None = None,
+) -> Assembly:
     """Settles settings, loads the model and sizes the pools, after saying on stderr what fits. No KV is allocated yet.
 
     Args:
         config: settings.
         progress: called with (bytes loaded, bytes in all) while weights load.
-        slices: a tier of state slices that the engine is to use.
+        slices: a tier of state slices that the engine is to use; ``store``: a tier of KV beyond it.
 
     Raises:
         ConfigError, CapacityError, ModelNotFoundError, UnsupportedModelError, CheckpointError: see `Engine`.
@@ -219,12 +259,18 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     plan = plan_kv(config, run, paged, state, model.max_position, model.vocab_size)
     swap = plan_swap(config, run, plan, paged, state)
     snapshots = plan_snapshots(config, run, plan, state)
-    kept = plan_slices(config, state, slices)
+    has_store = config.kv_store is not None or store is not None
+    kept = plan_slices(config, state, slices, modest_bytes(run) if has_store else 0)
+    made = Assembly(config, run, resolved, model, speculative, options, paged, state, plan, swap, snapshots, kept)
+    layout = made.layout()
+    made.store = plan_store(config, layout, state, hit_rule(config, options, state), store)
     if not run.quiet:
         print(report(run, plan, config.model, weights, snapshots.amount, kept.amount), file=sys.stderr)
         for remark in model.remarks if isinstance(model, RemarkingModel) else ():
             print(f"  {remark}", file=sys.stderr)
-    return Assembly(config, run, resolved, model, speculative, options, paged, state, plan, swap, snapshots, kept)
+    if made.store is not None:
+        made.tier = open_tier(config, layout) if store is None else store
+    return made
 
 
 def _max_draft(speculative: SpeculativeSettings | None) -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -20,6 +21,9 @@ from deepinfer.speculative import OFF, SpeculativeSettings
 EngineType = Literal["normal", "prompt", "completion"]
 TransferKind = Literal["shm", "tcp"]
 HitPolicy = Literal["exact", "replay"]
+Prefetch = Literal["best_effort", "wait", "timeout"]
+StoreWrite = Literal["on_finish", "write_through"]
+STORE_ADDRESSES = ("dir:PATH", "tcp://HOST:PORT[,HOST:PORT...]", "unix:PATH", "agent:PATH")
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 QUANTIZATIONS = ("fp8", "gguf")
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -35,6 +39,7 @@ DTYPES = {
 # A batch that keeps each device busy without making one step long enough to be felt.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
+_TENANT = re.compile(r"[A-Za-z0-9._-]{0,64}")
 _MOST_THREADS = 1024  # the threads' library ends the process when it cannot start what it is told to
 _DEFAULT_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 
@@ -65,11 +70,23 @@ class EngineConfig:
         state_snapshot_gib: host memory for snapshots of sequences' states, of models that keep windows beside their KV: a prompt whose
             beginning has one goes on from there. ``None`` = at most 1 GiB on a CPU, 4 on a GPU, and a sixteenth of what is free; 0 = none.
         state_slice_gib: host memory for slices of such states, at prompts' last boundaries and where answers ended: smaller than
-            snapshots, and what other engines can use. A beginning with a slice has fewer rows to compute again than without. 0 = none.
+            snapshots, and what other engines can use. A beginning with a slice has fewer rows to compute again than without. 0 = none;
+            ``None`` = none without a KV store, and with one as much as for snapshots.
         hit_policy: of such models where a beginning has KV and no snapshot: ``exact`` computes rows again until results are those of the
             whole prompt; ``replay`` only as many as the model was trained to bear, results then depend on what was cached. With a
             truncated prefill that is approximate itself, ``exact`` hits may differ from what the prompt gives without a hit, too.
         enable_prefix_caching: keep finished blocks for prompts with the same beginning.
+        kv_store: where KV of finished prefixes is kept beyond this engine (docs/kvstore.md): ``dir:PATH`` (a store of this process alone),
+            ``tcp://HOST:PORT[,HOST:PORT...]`` or ``unix:PATH`` (entry points), ``agent:PATH`` (the agent of this host). Left out: nowhere.
+            A store that fails costs time, never a request.
+        kv_store_tenant: who shares such KV with whom: engines of one tenant.
+        kv_store_token: secret of the roles that a store asks for; ``None`` = ``DEEPINFER_KV_STORE_TOKEN``.
+        kv_store_gib: most that a store of ``dir:PATH`` holds; ``None`` = its default.
+        kv_store_write: ``on_finish`` stores what prompts and requests have completed, ``write_through`` after each step.
+        kv_prefetch: ``wait`` lets a request wait for KV that the store has, ``timeout`` for at most ``kv_prefetch_timeout`` seconds, which
+            is then computed; ``best_effort`` for nothing: what has come when its turn comes is used. Nobody else waits.
+        kv_prefetch_timeout: seconds.
+        kv_prefetch_min_tokens: a store is asked for nothing that saves fewer tokens to compute.
         seed: start of the seeds of requests that bring none.
         load_format: ``auto``, ``safetensors``, ``gguf``, or ``dummy`` (random weights from a configuration alone).
         trust_remote_code: refused.
@@ -126,9 +143,17 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     swap_space_gib: float | None = None
     state_snapshot_gib: float | None = None
-    state_slice_gib: float = 0.0
+    state_slice_gib: float | None = None
     hit_policy: HitPolicy = "exact"
     enable_prefix_caching: bool = True
+    kv_store: str | None = None
+    kv_store_tenant: str = ""
+    kv_store_token: str | None = field(default=None, repr=False)
+    kv_store_gib: float | None = None
+    kv_store_write: StoreWrite = "on_finish"
+    kv_prefetch: Prefetch = "timeout"
+    kv_prefetch_timeout: float = 5.0
+    kv_prefetch_min_tokens: int = 128
     seed: int = 0
     load_format: LoadFormat = "auto"
     trust_remote_code: bool = False
@@ -189,6 +214,7 @@ class EngineConfig:
             raise ConfigError(f"zero_overhead must be True, False or left out, got {self.zero_overhead!r}")
         self._check_memory()
         self._check_role()
+        self._check_store()
         _ = self.speculative_settings
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and seqs > tokens:
@@ -231,10 +257,41 @@ class EngineConfig:
         if not isinstance(lease, int | float) or isinstance(lease, bool) or not 0.001 <= lease <= 3600:
             raise ConfigError(f"handover_lease must be between 0.001 and 3600 seconds, got {lease!r}")
 
+    def _check_store(self) -> None:
+        where = self.kv_store
+        if where is not None:
+            kind, _, rest = where.partition(":") if isinstance(where, str) else ("", "", "")
+            if not rest or (kind == "tcp") != rest.startswith("//") or kind not in ("dir", "tcp", "unix", "agent"):
+                raise ConfigError(f"kv_store must be one of {', '.join(STORE_ADDRESSES)}, got {where!r}")
+            if not self.enable_prefix_caching:
+                raise ConfigError("kv_store keeps what prefix caching finds: set enable_prefix_caching=True or leave kv_store out")
+            if self.engine_type == "completion":
+                raise ConfigError("a completion engine computes no prompts; give kv_store to the prompt engine")
+            if self.kv_store_gib is not None and kind != "dir":
+                raise ConfigError(f"kv_store_gib sizes a store of dir:PATH, and {where!r} has a size of its own; leave kv_store_gib out")
+        elif self.kv_store_gib is not None:
+            raise ConfigError("kv_store_gib sizes a store of dir:PATH; set kv_store, or leave kv_store_gib out")
+        tenant, token = self.kv_store_tenant, self.kv_store_token
+        if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant):
+            raise ConfigError(f"kv_store_tenant must be at most 64 letters, digits, dots, dashes and underscores, got {tenant!r}")
+        if token is not None and (not isinstance(token, str) or not token):
+            raise ConfigError("kv_store_token must be a text; leave it out for a store that asks for none")
+        _gib("kv_store_gib", self.kv_store_gib)
+        if self.kv_store_gib == 0:
+            raise ConfigError("kv_store_gib must be above 0; leave kv_store out for no store")
+        for name, value, kinds in (("kv_store_write", self.kv_store_write, StoreWrite), ("kv_prefetch", self.kv_prefetch, Prefetch)):
+            if value not in get_args(kinds):
+                raise ConfigError(f"{name} must be one of {', '.join(get_args(kinds))}, got {value!r}")
+        seconds, least = self.kv_prefetch_timeout, self.kv_prefetch_min_tokens
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0.001 <= seconds <= 3600:
+            raise ConfigError(f"kv_prefetch_timeout must be between 0.001 and 3600 seconds, got {seconds!r}")
+        if not isinstance(least, int) or isinstance(least, bool) or least < 0:
+            raise ConfigError(f"kv_prefetch_min_tokens must be an integer of at least 0, got {least!r}")
+
     def _check_memory(self) -> None:
         _gib("swap_space_gib", self.swap_space_gib)
         _gib("state_snapshot_gib", self.state_snapshot_gib)
-        _gib("state_slice_gib", self.state_slice_gib, optional=False)
+        _gib("state_slice_gib", self.state_slice_gib)
         if self.hit_policy not in get_args(HitPolicy):
             raise ConfigError(f"hit_policy must be one of {', '.join(get_args(HitPolicy))}, got {self.hit_policy!r}")
         fraction, alias = self.kv_memory_fraction, self.gpu_memory_utilization
@@ -316,8 +373,8 @@ class RunConfig:
         return self.platform.device
 
 
-def _gib(name: str, value: float | None, *, optional: bool = True) -> None:
-    if (value is not None or not optional) and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1 << 20):
+def _gib(name: str, value: float | None) -> None:
+    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1 << 20):
         raise ConfigError(f"{name} must be a number of GiB of at least 0, got {value!r}")
 
 

@@ -24,6 +24,7 @@ from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
 from deepinfer.engine.hooks import START_KINDS, Admission, EngineHooks
 from deepinfer.engine.image_input import check_handed_images, check_images, image_processor
 from deepinfer.engine.interrupt import hold_interrupts, to_the_end
+from deepinfer.engine.mover import Bell
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
 from deepinfer.engine.step_log import INTERVAL, EngineMetrics, StepLog, StepTrace
@@ -40,6 +41,7 @@ from deepinfer.errors import (
     RankGroupError,
     StepFailedError,
 )
+from deepinfer.kvcache.block_tier import BlockTier
 from deepinfer.kvcache.handover import Handover
 from deepinfer.kvcache.state_slices import SliceTier
 from deepinfer.models.base import Model, TableModel
@@ -55,6 +57,7 @@ class Engine(EngineHooks):
         config: settings; the model is loaded and KV allocated here, after saying on stderr what fits.
         progress: called with (bytes loaded, bytes in all) while weights load.
         slices: where slices of states are kept instead of ``state_slice_gib``; engines of one process may be given the same.
+        store: where KV is kept beyond the engine instead of ``kv_store``; engines of one process may be given the same.
 
     Attributes:
         speculative: drafting as it holds for the model, ``None`` = none.
@@ -70,8 +73,14 @@ class Engine(EngineHooks):
         ConfigError, CapacityError, ModelNotFoundError, UnsupportedModelError, CheckpointError: nothing has been allocated then.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None, slices: SliceTier | None = None) -> None:
-        made = assemble(config, progress, slices)
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        slices: SliceTier | None = None,
+        store: BlockTier | None = None,
+    ) -> None:
+        made = assemble(config, progress, slices, store)
         self.config, self.run, self.options = config, made.run, made.options
         self.resolved = made.resolved
         self.model: Model = made.model
@@ -87,6 +96,8 @@ class Engine(EngineHooks):
         self._runner = made.make_runner(self._core, self._admitted, self._restored)
         self._core.register_ring(self._runner.ring.registration())
         self._slices = made.make_slices(self._core, self._runner, self, slices, self._request_id)
+        self._bell, self._salt = Bell(), made.salt
+        self._store = made.make_store(self._core, self._runner, self, self._slices, self._bell, self._whose)
         self._grammars = GrammarRows(self._core, self._runner)
         self._rates = SwapRates(self._core, self._runner.measure_swap())
         self._log = StepLog(self.metrics, 0.0 if self.run.quiet else INTERVAL)
@@ -96,8 +107,8 @@ class Engine(EngineHooks):
         self._process = os.getpid()
         self._idle = False
         self._layout = made.layout()
-        self._role = make_role(config, self._core, self._runner, self, self._layout, self.run.max_num_seqs)
-        self._answers = Answers(self._core, self._grammars, self._role, made.num_slots)
+        self._role = make_role(config, self._core, self._runner, self, self._layout, self.run.max_num_seqs, self._bell)
+        self._answers = Answers(self._core, self._grammars, self._role, self._store, made.num_slots)
         self.init_pd_split()
         gc.collect()
         gc.freeze()  # weights and modules live for the process: later collections need not walk them
@@ -173,6 +184,7 @@ class Engine(EngineHooks):
         eos = () if p.ignore_eos else request.eos_ids
         check_images(request.images, len(request.prompt_ids), self.model, self.options)
         rows = [RowSampling(p, seed, request.prompt_ids, eos, request.bad_word_ids, request.images) for seed in request.seeds]
+        asked = 0 if self._store is None or made is not None else self._store.ask(len(request.prompt_ids), p.prompt_logprobs is not None)
         handles: list[int] = self._core.add(
             request.prompt_ids + produced,
             produced=len(produced),
@@ -184,7 +196,7 @@ class Engine(EngineHooks):
             stop_ids=list(p.stop_ids),
             ignore_eos=p.ignore_eos,
             priority=request.priority,
-            salt=request.salt,
+            salt=self._salt + request.salt if request.salt else b"",
             extras=[("image", span.start, span.image.digest) for span in request.images],
             spans=[(span.start, span.end) for span in request.images],
             stream=streams(request),
@@ -192,9 +204,12 @@ class Engine(EngineHooks):
             grammar=request.grammar is not None,
             n=p.n,
             arrival=request.order,
+            fetch=asked > 0 and self._store is not None and self._store.waits,
         )
         self._answers.add(request, handles, rows, len(produced))
         self.counters.requests += 1
+        if self._store is not None and asked:
+            self._store.added(handles[0], len(request.prompt_ids), asked)
         if request.grammar is not None:
             try:
                 for handle in handles:
@@ -224,15 +239,20 @@ class Engine(EngineHooks):
         return bool(self._answers.by_handle) or self._loop.in_flight > 0 or (self._role is not None and self._role.busy)
 
     def rest(self) -> tuple[int, float] | None:
-        """After a step with nothing to run: a descriptor that becomes readable when a hand-over has moved on, and the seconds after
-        which to step anyway. ``None``: step on."""
-        if self._closed or self._forked or self._role is None or not self._idle:
+        """After a step with nothing to run: a descriptor that becomes readable when a hand-over, or KV from the store, has moved on, and
+        the seconds after which to step anyway. ``None``: step on."""
+        if self._closed or self._forked or not self._idle:
             return None
-        wake, seconds = self._role.rest()
+        waits = [self._role.rest()] if self._role is not None else []
+        if self._store is not None and self._store.waiting:
+            waits.append(self._store.rest())
+        if not waits:
+            return None
+        seconds = min(waits)
         lease = self._core.next_lease_ns()
         if lease is not None:
             seconds = min(seconds, max(lease - time.monotonic_ns(), 0) / 1e9)
-        return wake, seconds
+        return self._bell.fd, seconds
 
     # Steps
 
@@ -308,15 +328,20 @@ class Engine(EngineHooks):
     # What the step loop tells and asks (see `step_loop.StepOwner`)
 
     def before_schedule(self) -> None:
-        """What is to be cut of completed steps, and what became of earlier slices, before the core plans."""
+        """What is to be cut and stored of completed steps, and what has come from the store, before the core plans."""
         if self._slices is not None:
             self._slices.cut()
+        if self._store is not None:
+            self._store.poll()  # a slice goes behind its block, and one that has come is known to the plan
+        if self._slices is not None:
             self._slices.settle()
 
     def after_schedule(self) -> None:
         """Slots of sequences that ended with the plan may be written by it."""
         if self._slices is not None:
             self._slices.cut()
+        if self._store is not None:
+            self._store.take()
 
     def handles_of(self, state_slots: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Handles of the sequences that have these state slots now."""
@@ -326,6 +351,8 @@ class Engine(EngineHooks):
         """Keeps log-probabilities of what the core kept, moves grammars, and gives the deltas."""
         if times is not None:
             self._rates.note(result.header, times, result.swapped_bytes)
+        if self._store is not None:
+            self._store.take()  # while it is known whose they are
         if self._slices is not None and not self._loop.in_flight and not self._core.has_work():
             self._slices.cut()  # nobody may ask for another step
             self._slices.settle(wait=True)
@@ -343,6 +370,8 @@ class Engine(EngineHooks):
     def flushed(self) -> list[SequenceDelta]:
         """Deltas of what ended outside of a step; there is nothing to run."""
         self._idle = True
+        if self._store is not None and self._store.nothing_runs():
+            self._idle = False
         return self._answers.deltas()
 
     def _admitted(self, handle: int, state_slot: int) -> tuple[RowSampling, Sequence[int]]:
@@ -361,6 +390,11 @@ class Engine(EngineHooks):
         """Whose a sequence is; empty once nobody waits for it."""
         answer = self._answers.by_handle.get(handle)
         return "" if answer is None else answer.request.request_id
+
+    def _whose(self, handle: int) -> tuple[str, str]:
+        """Request id and class of traffic of a sequence that somebody waits for."""
+        answer = self._answers.by_handle.get(handle)
+        return ("", "chat") if answer is None else (answer.request.request_id, answer.request.params.traffic_class)
 
     # Faults and the end
 
@@ -401,7 +435,8 @@ class Engine(EngineHooks):
         """Everything that is counted, at this moment."""
         self._check_process()
         tables = self.model.table_counters() if isinstance(self.model, TableModel) else None
-        return EngineMetrics.of(self._core, tables, None if self._slices is None else self._slices.counts())
+        slices = None if self._slices is None else self._slices.counts()
+        return EngineMetrics.of(self._core, tables, slices, None if self._store is None else self._store.counters.as_dict())
 
     def core_counts(self) -> _core.Counts:
         """The core's blocks of each group and state slots by state, for metrics and tests."""
@@ -428,9 +463,12 @@ class Engine(EngineHooks):
             self._role.close()
         if self._slices is not None:
             self._slices.close()
+        if self._store is not None:
+            self._store.close(self.fault is not None)
         self._runner.close()
         self._core.close()
-        del self._loop, self._answers, self._grammars, self._role, self._runner, self.model
+        self._bell.close()
+        del self._loop, self._answers, self._grammars, self._role, self._store, self._runner, self.model
         gc.unfreeze()
         gc.collect()
         if self.run.platform.name == "cuda":

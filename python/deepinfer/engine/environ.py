@@ -66,6 +66,7 @@ class Switch:
     parse: Callable[[str], Any]
     default: Any
     why: str
+    secret: bool = False  # its value is nobody's to see
 
 
 SWITCHES: tuple[Switch, ...] = (
@@ -102,6 +103,7 @@ SWITCHES: tuple[Switch, ...] = (
         (),
         "what the confidence in each draft of such stages is divided by before drafts are chosen by it; unset = 1",
     ),
+    Switch("DEEPINFER_KV_STORE_TOKEN", "text", str, None, "what the KV store asks for, if `kv_store_token` is left out", secret=True),
     Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),
 )
 _BY_NAME = {s.name: s for s in SWITCHES}
@@ -131,7 +133,7 @@ def describe(environ: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
             "name": s.name,
             "kind": s.kind,
             "default": s.default,
-            "value": get(s.name, environ),
+            "value": "(set)" if s.secret and s.name in environ else get(s.name, environ),
             "set": s.name in environ,
             "why": s.why,
         }

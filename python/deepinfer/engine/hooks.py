@@ -2,7 +2,7 @@
 
 Owns: the names, what they are told, and when they come. Never touches: what an engine does by itself, which does not depend on them.
 Derive from `Engine` and override. A hook runs on the step thread, so it must not wait. One that raises within a step fails that step;
-one that raises during a hand-over fails that request.
+one that raises during a hand-over fails that request; for the store it costs what was to be saved.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ START_KINDS: tuple[StartKind, ...] = ("nothing", "whole", "slice", "rerun")  # b
 
 @dataclass(frozen=True, slots=True)
 class KvSave:
-    """A sequence whose keys, values and state are about to be read; or, as a ``slice``, its state alone as it stood at a boundary.
+    """A sequence whose keys, values and state are about to be read; as a ``slice``, its state alone as it stood at a boundary; for the
+    ``store``, full blocks of it.
 
     Attributes:
         request_id: whose it is.
         seq: the core's handle.
         tokens: positions whose KV is valid.
         blocks: int32 ids of the blocks that hold them, first block first.
-        state_slot: row of its state.
-        what: ``handover``; ``slice``: ``tokens`` is the boundary, ``blocks`` is empty, the sequence may have ended.
-        key: of a slice, the chain hash of the block that ends there, 16 bytes.
+        state_slot: row of its state; 0 for the store.
+        what: ``handover``; ``slice``: ``tokens`` is the boundary and ``blocks`` is empty; ``store``: ``blocks`` are the last ones of the
+            first ``tokens`` positions, which the KV store lacks. In the latter two the sequence may have ended.
+        key: of a slice, and for the store, the chain hash of the block that ends there, 16 bytes.
     """
 
     request_id: str
@@ -39,7 +41,7 @@ class KvSave:
     tokens: int
     blocks: NDArray[np.int32]
     state_slot: int
-    what: Literal["handover", "slice"] = "handover"
+    what: Literal["handover", "slice", "store"] = "handover"
     key: bytes = b""
 
 
@@ -85,7 +87,10 @@ class EngineHooks:
         return None
 
     def pe_prepare_save_kvcache(self, save: KvSave) -> None:
-        """A prompt engine's sequence is done there and will be handed over; nothing of its KV has been read."""
+        """A prompt engine's sequence is done there and will be handed over; nothing of its KV has been read.
+
+        Also where blocks that prompts and requests have filled are about to be copied for the KV store (``save.what``).
+        """
 
     def select_state_slice_to_store(self, save: KvSave) -> slice | None:
         """For models with state, in the same hand-over: which bytes of a state row go along; ``None`` = all. The rest arrives as zeros.
@@ -96,4 +101,7 @@ class EngineHooks:
         return None
 
     def do_save_kvcache(self, save: KvSave) -> None:
-        """In the same hand-over: the KV is being read; blocks and slot stay as they are until the hand-over has ended."""
+        """In the same hand-over: the KV is being read; blocks and slot stay as they are until the hand-over has ended.
+
+        For the store: the copy is queued, or waits for room.
+        """

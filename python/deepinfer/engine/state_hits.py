@@ -58,6 +58,11 @@ def hit_rule(config: EngineConfig, options: ModelOptions, state: Sequence[StateG
     )
 
 
+def modest_bytes(run: RunConfig) -> int:
+    """Host memory that states may take without a setting, each kind of what is kept of them."""
+    return min(_DEFAULT_BYTES[run.platform.name], CpuPlatform().memory_available() // _FREE_SHARE)
+
+
 def plan_snapshots(config: EngineConfig, run: RunConfig, kv: KvPlan, state: Sequence[StateGroup]) -> SnapshotPlan:
     """Sizes the places: what was asked for, or a modest share of the free host memory; at most one for each boundary in the KV pool.
     None for models without windows, and none while nothing is looked up.
@@ -72,7 +77,7 @@ def plan_snapshots(config: EngineConfig, run: RunConfig, kv: KvPlan, state: Sequ
     most = kv.tokens // hits.grain
     free = CpuPlatform().memory_available()
     if config.state_snapshot_gib is None:
-        return SnapshotPlan(min(most, min(_DEFAULT_BYTES[run.platform.name], free // _FREE_SHARE) // place), place)
+        return SnapshotPlan(min(most, modest_bytes(run) // place), place)
     room = int(config.state_snapshot_gib * 2**30)
     if room > free:
         raise CapacityError(

@@ -21,6 +21,7 @@ import numpy as np
 from deepinfer import _core
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.hooks import NOTHING, Admission, EngineHooks, KvSave
+from deepinfer.engine.kv_store.slices import StoredSlices
 from deepinfer.engine.state_hits import window_hits
 from deepinfer.errors import CapacityError, ConfigError
 from deepinfer.kvcache.state_slices import HostSlices, SliceCounts, SliceTier
@@ -46,20 +47,25 @@ class SlicePlan:
         return (self.room // self.slice_bytes if self.slice_bytes else 0), self.room
 
 
-def plan_slices(config: EngineConfig, state: Sequence[StateGroup], given: SliceTier | None) -> SlicePlan:
-    """Sizes the host tier by ``state_slice_gib``. ``given``: a tier that the engine is to use instead.
+def plan_slices(config: EngineConfig, state: Sequence[StateGroup], given: SliceTier | None, default: int = 0) -> SlicePlan:
+    """Sizes the host tier by ``state_slice_gib``. ``given``: a tier that the engine is to use instead; ``default``: bytes where the setting
+    is left out, for a model that has slices.
 
     Raises:
         ConfigError: slices are asked for and the model has none, nothing is looked up, or there are two tiers.
         CapacityError: what was asked for is not free, or holds no slice.
     """
-    room = int(config.state_slice_gib * 2**30)
-    if not config.state_slice_gib and given is None:
+    has_slices = window_hits(state) is not None and all(group.replica_at for group in state)
+    if config.state_slice_gib is None and given is None and has_slices and config.enable_prefix_caching:
+        size = slice_bytes(state)
+        return SlicePlan(default // size * size, size) if default >= size else SlicePlan()
+    room = int((config.state_slice_gib or 0) * 2**30)
+    if not room and given is None:
         return SlicePlan()
     what = "state_slice_gib" if given is None else "a tier of state slices"
     if given is not None and config.state_slice_gib:
         raise ConfigError("state_slice_gib makes a tier of state slices and another one was given; leave one of them out")
-    if window_hits(state) is None or not all(group.replica_at for group in state):
+    if not has_slices:
         raise ConfigError(f"{what} is for models that keep windows beside their KV, which this one does not; leave it out")
     if not config.enable_prefix_caching:
         raise ConfigError(f"{what} needs prefix caching: set enable_prefix_caching=True or leave it out")
@@ -89,7 +95,7 @@ class StateSlices:
     """
 
     def __init__(self, core: _core.Core, hooks: EngineHooks, copies: SliceCopies, tier: SliceTier, name_of: Callable[[int], str]) -> None:
-        self._core, self._hooks, self._copies, self._tier, self._name_of = core, hooks, copies, tier, name_of
+        self._core, self._hooks, self._copies, self.tier, self._name_of = core, hooks, copies, tier, name_of
         self._copying: deque[tuple[list[bytes], SliceCopy]] = deque()
         self._news: deque[tuple[bytes, bool]] = deque()
         self._cut = self._put_back = self._gone = self._faults = 0
@@ -112,7 +118,7 @@ class StateSlices:
 
     def _wanted(self, seq: int, slot: int, boundary: int, key: bytes) -> bool:
         save = KvSave(self._name_of(seq), seq, boundary, _NO_BLOCKS, slot, "slice", key)
-        return not self._asked(lambda: _left_out(self._hooks.select_state_slice_to_store(save)) or self._tier.has(key), True)
+        return not self._asked(lambda: _left_out(self._hooks.select_state_slice_to_store(save)) or self.tier.has(key), True)
 
     def settle(self, wait: bool = False) -> None:
         """Gives slices whose copy has ended to the tier, ``wait``: all of them, and tells the core what has come and gone. Before each
@@ -120,7 +126,7 @@ class StateSlices:
         self._give(wait)
         while self._news:
             key, present = self._news.popleft()
-            self._core.note_state_slice(key, self._tier.kind, present)
+            self._core.note_state_slice(key, self.tier.kind, present)
 
     def _give(self, wait: bool) -> None:
         while self._copying and (wait or self._copying[0][1].done):
@@ -132,19 +138,19 @@ class StateSlices:
                 continue
             for key, row in zip(keys, rows, strict=True):
                 data = row.numpy().tobytes()
-                self._asked(partial(self._tier.put, key, data), False)
+                self._asked(partial(self.tier.put, key, data), False)
 
     # Beginning
 
     def put_back(self, admission: Admission, given: bytes | None) -> Callable[[], None] | None:
         """Work that gives a sequence the windows of its slice: ``given``, or what the tier has. ``None``: it is gone, and so is the
         sequence's begin; its rows of this step count for nothing."""
-        data = self._asked(lambda: self._tier.get(admission.key), None) if given is None else given
+        data = self._asked(lambda: self.tier.get(admission.key), None) if given is None else given
         if data is not None and len(data) == self._copies.num_bytes:
             self._put_back += 1
             return self._copies.back(data, admission.state_slot)
         self._gone += 1
-        self._core.note_state_slice(admission.key, self._tier.kind, False)
+        self._core.note_state_slice(admission.key, self.tier.kind, False)
         self._core.give_up_start(admission.seq)
         return None
 
@@ -154,8 +160,9 @@ class StateSlices:
         """Totals since the start: ``cut`` on the device, ``put_back``, ``gone`` when a sequence was to begin with one, ``faults`` of the
         tier, of copies and of the hook; and where the tier is in host memory what `SliceCounts` has."""
         mine = {"cut": self._cut, "put_back": self._put_back, "gone": self._gone, "faults": self._faults}
-        if isinstance(self._tier, HostSlices):
-            tier: SliceCounts = self._tier.counts()
+        near = self.tier.near if isinstance(self.tier, StoredSlices) else self.tier
+        if isinstance(near, HostSlices):
+            tier: SliceCounts = near.counts()
             mine |= {name: getattr(tier, name) for name in SliceCounts.__dataclass_fields__}
         return mine
 

@@ -60,6 +60,7 @@ class EngineMetrics:
             ``capacity`` (see ``models.base.TableModel``); empty for others.
         slices: of engines that keep slices of states: ``cut``, ``put_back``, ``gone``, ``faults``, and of a tier in host memory ``slices``
             and ``bytes`` now, ``kept``, ``evicted``, ``refused``, ``differing``, ``hits``, ``misses``; empty for others.
+        store: of engines with a KV store, what `deepinfer.engine.kv_store.counters.StoreCounters` says; empty for others.
     """
 
     totals: dict[str, int]
@@ -84,10 +85,17 @@ class EngineMetrics:
     overlap: float
     tables: dict[str, int]
     slices: dict[str, int]
+    store: dict[str, int]
 
     @classmethod
-    def of(cls, core: _core.Core, tables: dict[str, int] | None = None, slices: dict[str, int] | None = None) -> EngineMetrics:
-        """One snapshot of the core, beside what the model says of its tables and the engine of its slices."""
+    def of(
+        cls,
+        core: _core.Core,
+        tables: dict[str, int] | None = None,
+        slices: dict[str, int] | None = None,
+        store: dict[str, int] | None = None,
+    ) -> EngineMetrics:
+        """One snapshot of the core, beside what the model says of its tables and the engine of its slices and its KV store."""
         m = core.metrics()
         t, votes = m["totals"], m["votes"]
         return cls(
@@ -126,6 +134,7 @@ class EngineMetrics:
             overlap=m["overlap"],
             tables=dict(tables or {}),
             slices=dict(slices or {}),
+            store=dict(store or {}),
         )
 
 

@@ -48,6 +48,23 @@ class Ticket:
         """Moments: before the first work, after each work."""
 
 
+class Handed:
+    """Work that was handed over: call it to wait for its end, on any thread; raises what the work raised."""
+
+    __slots__ = ("_queue", "_ticket")
+
+    def __init__(self, to: DeviceQueue, ticket: Ticket) -> None:
+        self._queue, self._ticket = to, ticket
+
+    def __call__(self) -> None:
+        self._queue.wait(self._ticket)
+
+    @property
+    def done(self) -> bool:
+        """Whether the call would return at once."""
+        return self._queue.done(self._ticket)
+
+
 class DeviceQueue(Protocol):
     """What runs the worker's device half. Calls come from one thread at a time."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deepinfer.models.base import Model, PagedGroup, StatefulModel, StateGroup
 from deepinfer.models.contract import check_hidden
 from deepinfer.platforms import to_device
-from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, run_in_order
+from deepinfer.worker.device_queue import DeviceQueue, Handed, StepTimes, Ticket, run_in_order
 from deepinfer.worker.grammar import MaskBuffers, apply_masks
 from deepinfer.worker.image_rows import ImageRows, without_images
 from deepinfer.worker.input_batch import InputBatch, one_sequence
@@ -225,7 +225,7 @@ class ModelRunner:
         seconds = 0.0 if times is None else min(times.forward, times.sample)
         return moved[0] / seconds if seconds > 0 else 0.0
 
-    def in_order(self, work: Callable[[], None]) -> Callable[[], None]:
+    def in_order(self, work: Callable[[], None]) -> Handed:
         """Hands over work behind every step launched so far and ahead of later ones. The result waits for it, on any thread, and
         raises what it raised."""
 
@@ -235,7 +235,7 @@ class ModelRunner:
 
         ticket = Ticket()
         self.queue.submit(ticket, inferring, last=True)
-        return lambda: self.queue.wait(ticket)
+        return Handed(self.queue, ticket)
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits float32 ``[T, vocab]`` of every position of one sequence, on KV pages of its own."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepinfer.engine.mover import Bell, Mover
 from deepinfer.engine.roles.device import PageCopies
-from deepinfer.engine.roles.mover import Mover
 from deepinfer.engine.roles.transport import Transport
 from deepinfer.errors import DeepInferError, HandoverError, KvLayoutError, NoRoomError, TransferError
 from deepinfer.kvcache.handover import Handover
@@ -53,12 +53,13 @@ class CompletionRole:
         layout: of the runner's KV.
         transport: where payloads are fetched; closed with the role.
         lease: seconds that the core lets a sequence wait for its KV.
+        bell: rung when something has moved on.
     """
 
-    def __init__(self, core: _core.Core, runner: ModelRunner, layout: KvLayout, transport: Transport, lease: float) -> None:
+    def __init__(self, core: _core.Core, runner: ModelRunner, layout: KvLayout, transport: Transport, lease: float, bell: Bell) -> None:
         self._core, self._layout, self._transport, self._lease = core, layout, transport, lease
         self._copies = PageCopies(runner, layout)
-        self._mover: Mover[_Incoming] = Mover(_THREADS)
+        self._mover: Mover[_Incoming] = Mover(_THREADS, bell)
         self._incoming: dict[int, _Incoming] = {}
         self._late: list[_Incoming] = []  # given up while a thread still fetches
         self._tickets: dict[int, bytes] = {}  # by the number that the core knows a request under
@@ -70,10 +71,10 @@ class CompletionRole:
         """Whether steps are needed though no request is unfinished: until every block is back and every owner has been told."""
         return bool(self._incoming or self._late or self._tickets)
 
-    def rest(self) -> tuple[int, float]:
-        """A descriptor that becomes readable when something has moved on, and the seconds after which to look anyway."""
+    def rest(self) -> float:
+        """Seconds after which to look although nothing has rung."""
         reserving = any(i.transfer is None for i in self._incoming.values())
-        return self._mover.wake_fd, _RETRY if reserving or (self._tickets and not self._incoming and not self._late) else 1.0
+        return _RETRY if reserving or (self._tickets and not self._incoming and not self._late) else 1.0
 
     def check(self, record: Handover, has_grammar: bool) -> None:
         """Refuses a record whose payload this engine cannot read.

@@ -86,7 +86,7 @@ class PrefillDecodePair(AsyncFront):
         max_restarts: how often each process is started again within a minute before the pair gives up.
         hang_timeout: seconds without a sign of life from a process that has work, after which it is killed and started again; 0 = never.
         prompt_settings, completion_settings: settings of one side only (``num_kv_blocks``, ``device``, ``num_threads``, ...).
-        settings: of both; see :class:`~deepinfer.engine.config.EngineConfig`.
+        settings: of both; see :class:`~deepinfer.engine.config.EngineConfig`. A ``kv_store`` is the prompt engine's.
 
     Raises:
         ConfigError, ModelNotFoundError, UnsupportedModelError: here already where they can be seen without loading.
@@ -115,7 +115,9 @@ class PrefillDecodePair(AsyncFront):
             raise ConfigError("a pair has an engine of each type; leave engine_type out")
         both = {"kv_transfer_token": secrets.token_bytes(32), **settings, "kv_transfer": kv_transfer}
         self.config = EngineConfig.from_args(model, **{**both, **(prompt_settings or {}), "engine_type": "prompt"})
-        other = EngineConfig.from_args(model, **{**both, **(completion_settings or {}), "engine_type": "completion"})
+        # Prompts are what a KV store is asked for.
+        rest = {name: value for name, value in both.items() if not name.startswith("kv_store")}
+        other = EngineConfig.from_args(model, **{**rest, **(completion_settings or {}), "engine_type": "completion"})
         self._max_reruns, self._max_restarts = max_reruns, max_restarts
         self._flights: dict[str, _Flight] = {}
         self._later: dict[str, list[_Flight]] = {}  # further answers to a prompt, until the first one's prompt is in the index

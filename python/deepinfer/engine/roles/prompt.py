@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepinfer.engine.hooks import EngineHooks, KvSave
+from deepinfer.engine.mover import Bell, Mover
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.engine.roles.device import PageCopies
-from deepinfer.engine.roles.mover import Mover
 from deepinfer.engine.roles.transport import Transport
 from deepinfer.errors import DeepInferError, HandoverError
 from deepinfer.kvcache.handover import Handover
@@ -58,15 +58,16 @@ class PromptRole:
         layout: of the runner's KV.
         transport: where payloads are offered; closed with the role.
         lease: seconds that a hand-over may take, the core's own included.
+        bell: rung when something has moved on.
     """
 
     def __init__(
-        self, core: _core.Core, runner: ModelRunner, hooks: EngineHooks, layout: KvLayout, transport: Transport, lease: float
+        self, core: _core.Core, runner: ModelRunner, hooks: EngineHooks, layout: KvLayout, transport: Transport, lease: float, bell: Bell
     ) -> None:
         self._core, self._hooks, self._layout = core, hooks, layout
         self._transport, self._lease = transport, lease
         self._copies = PageCopies(runner, layout)
-        self._mover: Mover[_Outgoing] = Mover(_THREADS)
+        self._mover: Mover[_Outgoing] = Mover(_THREADS, bell)
         self._outgoing: dict[int, _Outgoing] = {}
         self._offered: dict[bytes, _Outgoing] = {}
         self._settling = False
@@ -76,9 +77,9 @@ class PromptRole:
         """Whether steps are needed though no request is unfinished: until every block is back."""
         return bool(self._outgoing) or self._settling
 
-    def rest(self) -> tuple[int, float]:
-        """A descriptor that becomes readable when something has moved on, and the seconds after which to look anyway."""
-        return self._mover.wake_fd, _POLL if self._offered else 1.0
+    def rest(self) -> float:
+        """Seconds after which to look although nothing has rung."""
+        return _POLL if self._offered else 1.0
 
     def hand_over(self, handle: int, request: EngineRequest, delta: SequenceDelta) -> None:
         """Takes charge of a sequence that the core has ended with ``"handover"``.

@@ -13,26 +13,61 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Job = Callable[[], object]
 
 
+class Bell:
+    """A descriptor that becomes readable when it is rung; several movers may ring the same one.
+
+    Attributes:
+        fd: to be read, or slept on, by one thread.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self._end = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._end, False)
+        self._lock = threading.Lock()  # a number that was closed may name another file
+        self._closed = False
+
+    def ring(self) -> None:
+        """From any thread; nothing after the end."""
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(BlockingIOError):  # full: it is readable already
+                    os.write(self._end, b"\0")
+
+    def quiet(self) -> None:
+        """Takes back what was rung so far."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            while os.read(self.fd, 4096):
+                pass
+
+    def close(self) -> None:
+        """Idempotent; threads that still work may ring on."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.fd)
+                os.close(self._end)
+
+
 class Mover(Generic[T]):
     """A few threads; results wait for :meth:`finished`. All calls but the jobs come from one thread.
 
-    Attributes:
-        wake_fd: readable while results wait.
+    Args:
+        threads: how many.
+        bell: rung when results wait, closed by whoever gave it; ``None`` = one of its own.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, bell: Bell | None = None) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done: deque[tuple[T, object]] = deque()
-        self.wake_fd, self._bell = os.pipe()
-        os.set_blocking(self.wake_fd, False)
-        os.set_blocking(self._bell, False)
+        self.bell, self._own = (Bell(), True) if bell is None else (bell, False)
         self._threads = [threading.Thread(target=_serve, args=(self._jobs,), name=f"mover-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -41,7 +76,7 @@ class Mover(Generic[T]):
 
     def submit(self, key: T, job: Job) -> None:
         """Runs a job; its result, or the exception it raised, comes back under ``key``."""
-        done, bell = self._done, self._bell
+        done, bell = self._done, self.bell
 
         def run() -> None:
             try:
@@ -49,8 +84,7 @@ class Mover(Generic[T]):
             except BaseException as e:  # of whatever kind: the thread goes on, and whoever waits for this job hears of it
                 result = e
             done.append((key, result))
-            with contextlib.suppress(OSError):  # full: it is readable already; closed: nobody waits any more
-                os.write(bell, b"\0")
+            bell.ring()
 
         self._jobs.put(run)
 
@@ -63,15 +97,11 @@ class Mover(Generic[T]):
 
         self._jobs.put(run)
 
-    def finished(self) -> list[tuple[T, object]]:
-        """Keys and results (or exceptions) of the jobs done since the last call."""
-        with contextlib.suppress(BlockingIOError):  # also when nothing is done: a bell may come after its result was taken
-            while os.read(self.wake_fd, 4096):
-                pass
-        found = []
+    def finished(self) -> Iterator[tuple[T, object]]:
+        """Keys and results (or exceptions) of the jobs done since the last call. Each is gone when it is given."""
+        self.bell.quiet()
         while self._done:
-            found.append(self._done.popleft())
-        return found
+            yield self._done.popleft()
 
     def close(self, seconds: float = 1.0) -> None:
         """Lets the jobs that were submitted end, for so long at most; idempotent."""
@@ -82,10 +112,8 @@ class Mover(Generic[T]):
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        # A thread that still waits for a peer may ring once more: its end of the pipe stays open then.
-        if not any(thread.is_alive() for thread in self._threads):
-            os.close(self.wake_fd)
-            os.close(self._bell)
+        if self._own:
+            self.bell.close()
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

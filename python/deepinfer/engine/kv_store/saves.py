@@ -1,0 +1,235 @@
+"""What an engine stores: blocks that prompts and requests have completed, and slices of states.
+
+Owns: from the core's word that a chain is complete to the store having it, or not. Never touches: what is fetched, which chains.
+
+Pages are copied to host memory behind the step that wrote them, and put from there by one thread, so that objects come after their parents
+and slices after their blocks. The core holds a chain's blocks meanwhile; where the store takes them more slowly than they come, chains are
+given up, so that what is held stays bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deepinfer.engine.hooks import EngineHooks, KvSave
+from deepinfer.engine.kv_store.counters import StoreCounters
+from deepinfer.engine.kv_store.staging import Buffers, Pages
+from deepinfer.engine.mover import Bell, Mover
+from deepinfer.kvcache.block_tier import CONFLICT, EXISTS, KEY_BYTES, STORED, BlockTier
+from deepinfer.kvcache.objects import GRAIN, ObjectForm, Staging
+
+if TYPE_CHECKING:
+    from deepinfer import _core
+
+_MOST_SLICES = 64
+"""Slices that may wait to be put."""
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """Objects of a chain that are to be put, one behind the other."""
+
+    transfer: int
+    before: bytes  # names of the chain up to here
+    keys: bytes
+    pages: Pages
+    traffic_class: str
+    sent: int = 0  # objects that have been handed to the thread
+    pieces: int = 0  # on their way
+    failed: bool = False
+
+    @property
+    def count(self) -> int:
+        """Objects."""
+        return len(self.keys) // KEY_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class _Slice:
+    """A slice that is to be put behind what stands before it."""
+
+    key: bytes
+    data: bytes
+
+
+class Saves:
+    """See the head of this file; one of an engine, on its step thread.
+
+    Args:
+        core, hooks: the engine's.
+        tier: put to by a thread.
+        form: of objects.
+        buffers: host memory for objects on their way.
+        most_blocks: blocks that may wait for a buffer before chains are given up.
+        counters: kept up to date.
+        bell: rung when something has been put.
+        fault: told of errors.
+        whose: request id and class of traffic of a handle; the sequence may have ended.
+    """
+
+    def __init__(
+        self,
+        core: _core.Core,
+        hooks: EngineHooks,
+        tier: BlockTier,
+        form: ObjectForm,
+        buffers: Buffers,
+        most_blocks: int,
+        counters: StoreCounters,
+        bell: Bell,
+        fault: Callable[[BaseException], None],
+        whose: Callable[[int], tuple[str, str]],
+    ) -> None:
+        self._core, self._hooks, self._tier, self._form, self._buffers = core, hooks, tier, form, buffers
+        self._most_blocks, self._counters, self._fault, self._whose = most_blocks, counters, fault, whose
+        self._mover: Mover[Callable[[object], None]] = Mover(1, bell)
+        self._queue: deque[_Chain | _Slice] = deque()
+        self._open: set[_Chain] = set()
+        self._slices = 0  # waiting or on their way
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits to be put, or is being put."""
+        return bool(self._open or self._slices)
+
+    def take(self) -> None:
+        """Takes charge of chains that the core has completed. After each of its `complete` and `schedule`."""
+        for save in self._core.take_saves():
+            request_id, traffic_class = self._whose(save["seq"])
+            tokens = save["first"] + len(save["keys"]) // KEY_BYTES * GRAIN
+            told = KvSave(request_id, save["seq"], tokens, np.array(save["blocks"], np.int32), 0, "store", save["keys"][-KEY_BYTES:])
+            try:
+                before = self._names_before(save)
+                self._hooks.pe_prepare_save_kvcache(told)
+                pages = [np.array(ids, np.int64).reshape(-1, per) for ids, per in zip(save["pages"], self._form.pages, strict=True)]
+            except BaseException as e:
+                self._core.end_save(save["transfer"], False)
+                if not isinstance(e, Exception):
+                    raise
+                self._fault(e)
+                continue
+            chain = _Chain(save["transfer"], before, save["keys"], pages, traffic_class)
+            self._open.add(chain)
+            self._queue.append(chain)
+            self._send_on()
+            try:
+                self._hooks.do_save_kvcache(told)
+            except Exception as e:
+                self._fault(e)
+        self._give_up_some()
+
+    def _names_before(self, save: _core.ChainSave) -> bytes:
+        """Names of the chain that a save goes on with.
+
+        Raises:
+            LookupError: its sequence is not known any more.
+        """
+        first = save["first"] // GRAIN
+        before = self._form.names(self._core.chain(save["seq"]), first) if first else b""
+        if first and (len(before) != first * KEY_BYTES or before[-KEY_BYTES:] != save["parents"][:KEY_BYTES]):
+            raise LookupError("the chain of what is to be saved is not known any more")
+        return before
+
+    def offer(self, key: bytes, data: bytes) -> None:
+        """Has a slice put, behind the chains that were taken so far."""
+        if self._slices >= _MOST_SLICES:
+            self._counters.dropped += 1
+            return
+        self._slices += 1
+        self._queue.append(_Slice(key, data))
+        self._send_on()
+
+    def poll(self) -> None:
+        """Moves everything on."""
+        for take, result in self._mover.finished():
+            take(result)
+        self._send_on()
+
+    def _send_on(self) -> None:
+        """Hands over what there are buffers for, in order."""
+        while self._queue:
+            head = self._queue[0]
+            if isinstance(head, _Slice):
+                self._queue.popleft()
+                job = partial(self._tier.put, "slice", head.key, b"", [len(head.data)], head.data, "chat")
+                self._mover.submit(self._slice_put, job)
+                continue
+            while head.sent < head.count and not head.failed:
+                staging = self._buffers.take()
+                if staging is None:
+                    return
+                self._send_piece(head, staging)
+            self._queue.popleft()
+            self._look_whether_done(head)
+
+    def _send_piece(self, chain: _Chain, staging: Staging) -> None:
+        first, last = chain.sent, min(chain.sent + self._buffers.objects, chain.count)
+        chain.sent, chain.pieces = last, chain.pieces + 1
+        copied = self._buffers.read([ids[first:last] for ids in chain.pages], staging)
+        before, keys = chain.before + chain.keys[: first * KEY_BYTES], chain.keys[first * KEY_BYTES : last * KEY_BYTES]
+        lengths = [self._form.num_bytes] * (last - first)
+        data, tier = self._buffers.view(staging, last - first), self._tier
+
+        def put() -> bytes:
+            copied()
+            return tier.put("block", keys, before, lengths, data, chain.traffic_class)
+
+        self._mover.submit(partial(self._put, chain, last - first, staging), put)
+
+    def _put(self, chain: _Chain, count: int, staging: Staging, result: object) -> None:
+        """A piece has been put, or not."""
+        self._buffers.give(staging)
+        chain.pieces -= 1
+        said = self._said(result, count)
+        self._counters.saved += said.count(STORED)
+        self._counters.existed += said.count(EXISTS)
+        self._counters.conflicts += said.count(CONFLICT)
+        taken = sum(said.count(letter) for letter in (STORED, EXISTS, CONFLICT))
+        self._counters.failed += count - taken
+        chain.failed = chain.failed or taken < count
+        self._look_whether_done(chain)
+
+    def _slice_put(self, result: object) -> None:
+        self._slices -= 1
+        said = self._said(result, 1)
+        self._counters.slices_saved += said in (bytes([STORED]), bytes([EXISTS]))
+        self._counters.conflicts += said.count(CONFLICT)
+        self._counters.failed += said.strip(bytes([STORED, EXISTS, CONFLICT])) != b"" or not said
+
+    def _said(self, result: object, count: int) -> bytes:
+        """One letter an object, none if the tier did not say what it should."""
+        if isinstance(result, BaseException):
+            self._fault(result)
+        elif isinstance(result, bytes) and len(result) == count:
+            return result
+        else:
+            self._fault(TypeError(f"a tier's put gave {result!r} for {count} objects"))
+        return b""
+
+    def _look_whether_done(self, chain: _Chain) -> None:
+        if chain in self._open and not chain.pieces and (chain.failed or chain.sent == chain.count):
+            self._open.discard(chain)
+            self._core.end_save(chain.transfer, not chain.failed)
+
+    def _give_up_some(self) -> None:
+        """Lets chains go that wait for buffers, the oldest first, so that they hold no more blocks than they may."""
+        waiting = [c for c in self._queue if isinstance(c, _Chain)]
+        held = sum((c.count - c.sent) * self._form.blocks for c in waiting)
+        for chain in waiting:
+            if held <= self._most_blocks:
+                break
+            held -= (chain.count - chain.sent) * self._form.blocks
+            self._counters.dropped += chain.count - chain.sent
+            chain.failed = True
+            self._queue.remove(chain)
+            self._look_whether_done(chain)
+
+    def close(self, seconds: float) -> None:
+        """Lets the thread end what it was given, for so long at most."""
+        self._mover.close(seconds)
