@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, NotRequired, TypedDict, final, type_chec
 __all__ = [
     "DEBUG",
     "HEADER_WORDS",
+    "KV_BENCH_PARTS",
     "KV_SETTINGS_EXAMPLE",
     "OUTPUT_WORDS",
     "VOTE_WORDS",
@@ -29,12 +30,14 @@ __all__ = [
     "bench_chain_hash",
     "bench_prefix_match",
     "bench_steps",
+    "kv_bench",
     "kv_keys",
 ]
 
 HEADER_WORDS: Final[int]
 OUTPUT_WORDS: Final[int]
 VOTE_WORDS: Final[int]
+KV_BENCH_PARTS: Final[list[str]]
 KV_SETTINGS_EXAMPLE: Final[str]  # a settings file of the KV store's server, with every key and its default
 DEBUG: Final[bool]  # built with debug assertions: step buffers are poisoned when they are returned, and times mean nothing
 
@@ -773,7 +776,8 @@ class KvTier:
     are entry points: what one that does not answer has is misses. Objects of ``tenant`` are found by that tenant only; those of the
     public one (``""``) by everybody. ``first_stays``: bytes of one name may differ between writers (``replay``); the first write
     stays, without an alarm. ``fingerprint`` (16 bytes: what keys mean apart from the size of their blocks), ``block_tokens`` and
-    ``tokens`` (role → secret) are told to servers; an embedded store has no use for them.
+    ``tokens`` (role → secret) are told to servers; an embedded store has no use for them. ``tls_ca`` (a PEM file) makes connections
+    protected: the server's certificate is from that authority and for ``tls_name``, by default the host of the address.
 
     ``keys`` and ``parents`` are 16 bytes an object. Buffers are checked for their length before anything is read or written.
     Calls may come from any thread and let go of the interpreter lock; what they raise is a ``KvStoreError`` or, for buffers and
@@ -789,6 +793,8 @@ class KvTier:
         block_tokens: int = 0,
         first_stays: bool = False,
         tokens: Mapping[str, bytes] | None = None,
+        tls_ca: str | PathLike[str] | None = None,
+        tls_name: str | None = None,
         capacity: int | None = None,
         slack: int | None = None,
         segment_bytes: int | None = None,
@@ -932,3 +938,14 @@ def kv_keys(
     salt: bytes = ...,
 ) -> bytes:
     """Keys (16 bytes each) of the KV store's objects of a sequence: of every ``grain`` tokens the chain hash of the last block."""
+
+@type_check_only
+class KvFigure(TypedDict):
+    name: str
+    unit: Literal["GB/s", "us", "ms", "B"]
+    value: float  # median of five rounds
+    beside: float | None
+    ratio: list[float] | None  # median of the rounds' ratios, least, greatest
+
+def kv_bench(part: str, dir: str | PathLike[str], entries: int, round_bytes: int) -> list[KvFigure]:
+    """Measures one of ``KV_BENCH_PARTS`` in a directory of its own below ``dir``, which is deleted afterwards."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 import urllib.error
@@ -207,6 +209,25 @@ def test_a_unix_socket_and_settings_from_a_file_and_the_environment(tmp_path: Pa
         read_chain(tier, 4)
         assert server.end() == 0
     assert not (tmp_path / "kv.sock").exists()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_tls_between_client_and_server(tmp_path: Path) -> None:
+    key_file, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    argv += ["-subj", "/CN=kv", "-addext", "subjectAltName=DNS:kv.test", "-keyout", str(key_file), "-out", str(certificate)]
+    argv += ["-addext", "basicConstraints=critical,CA:FALSE"]
+    subprocess.run(argv, check=True, capture_output=True)
+    with served(tmp_path / "kv", f"tls.certificate={certificate}", f"tls.key={key_file}") as server:
+        tier = _core.KvTier(server.address, tls_ca=certificate, tls_name="kv.test")
+        put_chain(tier, 3)
+        read_chain(tier, 3)
+        known = ("--address", server.address, "--tls-ca", str(certificate))
+        assert json.loads(run("kvstore", "stats", *known, "--tls-name", "kv.test", "--json").stdout)["blocks"] == 3
+        assert_one_line(run("kvstore", "stats", *known, "--tls-name", "other.test"), "certificate", code=1)
+        plain = run("kvstore", "stats", "--address", server.address, "--timeout", "2")
+        assert_one_line(plain, server.address.removeprefix("tcp://"), code=1)
+        assert server.end() == 0
 
 
 @pytest.mark.parametrize(

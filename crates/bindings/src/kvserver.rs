@@ -6,17 +6,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use deepinfer_kvindex::{BlockHash, ChainHasher, Root};
 use deepinfer_kvstore::Error;
+use deepinfer_kvstore::bench;
 use deepinfer_kvstore::node::Node;
 use deepinfer_kvstore::operator::{Operator, OperatorConfig};
 use deepinfer_kvstore::policy::PolicyKind;
 use deepinfer_kvstore::settings::Settings;
-use deepinfer_kvstore::tls::ClientTls;
 use deepinfer_kvstore::wire::Role;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::error;
-use crate::kvstore::{detached, names};
+use crate::kvstore::{detached, names, tls_of};
 use crate::kvtransfer::seconds;
 
 /// A server with everything that belongs to it.
@@ -98,10 +98,7 @@ impl KvOperator {
         let role = Role::ALL.into_iter().find(|known| known.name() == role);
         let role = role
             .ok_or_else(|| error::named(py, "ConfigError", "role is none: check, get, put and admin are".to_owned()))?;
-        let host =
-            address.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':')).map(|(host, _)| host.to_owned());
-        let tls =
-            tls_ca.map(|authorities| ClientTls { authorities, server_name: tls_name.or(host).unwrap_or_default() });
+        let tls = tls_of(address, tls_ca, tls_name);
         let config =
             OperatorConfig { role, token, tenant: tenant.to_owned(), tls, timeout: seconds(py, "timeout", timeout)? };
         Ok(Self(Arc::new(detached(py, || Operator::open(address, config))?)))
@@ -159,4 +156,26 @@ pub fn kv_keys<'py>(
         hashes.chunks_exact(each).flat_map(|grain| grain[each - 1].0.to_le_bytes()).collect()
     });
     Ok(PyBytes::new(py, &keys))
+}
+
+/// One part of the bench: a dictionary for each figure.
+#[pyfunction]
+pub fn kv_bench<'py>(
+    py: Python<'py>,
+    part: &str,
+    dir: PathBuf,
+    entries: u64,
+    round_bytes: u64,
+) -> PyResult<Vec<Bound<'py, PyDict>>> {
+    let figures = detached(py, || bench::run(part, &bench::Plan { dir: &dir, entries, round_bytes }))?;
+    let each = |figure: bench::Figure| {
+        let dict = PyDict::new(py);
+        dict.set_item("name", figure.name)?;
+        dict.set_item("unit", figure.unit)?;
+        dict.set_item("value", figure.value)?;
+        dict.set_item("beside", figure.beside)?;
+        dict.set_item("ratio", figure.ratio)?;
+        Ok(dict)
+    };
+    figures.into_iter().map(each).collect()
 }

@@ -2,11 +2,13 @@
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use deepinfer_kvstore::media::local::LocalConfig;
 use deepinfer_kvstore::store::StoreConfig;
 use deepinfer_kvstore::tier::{Batch, Tier, TierConfig};
+use deepinfer_kvstore::tls::ClientTls;
 use deepinfer_kvstore::wire::Role;
 use deepinfer_kvstore::{Class, Error, Key, Kind};
 use pyo3::prelude::*;
@@ -61,8 +63,8 @@ impl KvTier {
 impl KvTier {
     #[new]
     #[pyo3(signature = (
-        address, *, tenant = "", fingerprint = Vec::new(), block_tokens = 0, first_stays = false, tokens = None, capacity = None,
-        slack = None, segment_bytes = None, max_object = None,
+        address, *, tenant = "", fingerprint = Vec::new(), block_tokens = 0, first_stays = false, tokens = None, tls_ca = None,
+        tls_name = None, capacity = None, slack = None, segment_bytes = None, max_object = None,
     ))]
     // Named in the stub.
     #[allow(clippy::too_many_arguments)]
@@ -74,6 +76,8 @@ impl KvTier {
         block_tokens: u32,
         first_stays: bool,
         tokens: Option<HashMap<String, Vec<u8>>>,
+        tls_ca: Option<PathBuf>,
+        tls_name: Option<String>,
         capacity: Option<u64>,
         slack: Option<u64>,
         segment_bytes: Option<u64>,
@@ -85,6 +89,7 @@ impl KvTier {
             fingerprint: fingerprint_of(py, &fingerprint)?,
             block_tokens,
             tokens: tokens_of(py, tokens.unwrap_or_default())?,
+            tls: tls_of(&address, tls_ca, tls_name),
             first_stays,
             local: LocalConfig { segment_bytes: segment_bytes.unwrap_or(local.segment_bytes), ..local },
             store: StoreConfig {
@@ -93,7 +98,6 @@ impl KvTier {
                 max_object: max_object.unwrap_or(store.max_object),
                 ..store
             },
-            ..TierConfig::default()
         };
         let tier = detached(py, || Tier::open(&address, config))?;
         Ok(Self { tier: Mutex::new(Some(Arc::new(tier))), address })
@@ -183,6 +187,12 @@ pub fn names(py: Python<'_>, what: &str, bytes: &[u8]) -> PyResult<Vec<Key>> {
         return Err(error::named(py, CLASS, said));
     }
     Ok(keys.iter().map(|&key| Key::from_bytes(key)).collect())
+}
+
+/// How a server is known: the authority its certificate is from, and the name in it, by default the host of the address.
+pub fn tls_of(address: &str, authorities: Option<PathBuf>, name: Option<String>) -> Option<ClientTls> {
+    let host = || Some(address.strip_prefix("tcp://")?.split(',').next()?.rsplit_once(':')?.0.to_owned());
+    authorities.map(|authorities| ClientTls { authorities, server_name: name.or_else(host).unwrap_or_default() })
 }
 
 fn fingerprint_of(py: Python<'_>, bytes: &[u8]) -> PyResult<[u8; 16]> {

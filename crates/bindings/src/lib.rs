@@ -48,6 +48,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(bench::bench_steps, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_chain_hash, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_prefix_match, module)?)?;
+    module.add("KV_BENCH_PARTS", deepinfer_kvstore::bench::PARTS)?;
+    module.add_function(wrap_pyfunction!(kvserver::kv_bench, module)?)?;
     module.add_function(wrap_pyfunction!(kvserver::kv_keys, module)?)?;
     Ok(())
 }

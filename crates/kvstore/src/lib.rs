@@ -10,6 +10,7 @@
 //! a miss. The picture of the layout, the guarantees and what happens on each fault are in `docs/kvstore.md`.
 
 pub mod backend;
+pub mod bench;
 pub mod catalogue;
 pub mod checksum;
 pub mod client;

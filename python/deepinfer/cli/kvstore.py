@@ -9,7 +9,7 @@ from deepinfer.cli.parser import add_commands
 EXAMPLES = (
     "deepinfer kvstore serve",
     "deepinfer kvstore stats",
-    "deepinfer kvstore scrub --address dir:/nvme/kv",
+    "deepinfer kvstore bench --json",
 )
 KINDS = {
     "serve": "serve a KV store over sockets until it is told to end",
@@ -17,6 +17,7 @@ KINDS = {
     "stats": "show what a store holds, counts and met",
     "scrub": "read everything that is stored, find damage and have it repaired",
     "gc": "collect segments of which little lives",
+    "bench": "measure the store beside what this machine's disk and memory do",
 }
 
 

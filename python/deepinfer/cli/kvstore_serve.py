@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
-import threading
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from deepinfer.cli import console
@@ -39,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
     if args.print_settings:
         console.write_out(_core.KV_SETTINGS_EXAMPLE)
         return console.EXIT_OK
-    ended = threading.Event()
-    with Ending(ended):
+    with Ending() as ending:
         server = _core.KvServer(args.settings, overrides(args.set))
+        ending.arm()
         ready(args.json, server)
-        ended.wait()
+        ending.wait()
         console.note("kvstore: draining; a second signal ends at once")
         server.drain()
         console.note("kvstore: drained")
@@ -75,21 +74,33 @@ def ready(as_json: bool, server: _core.KvServer) -> None:
 
 
 class Ending:
-    """While it is entered, the first SIGTERM or Ctrl-C sets an event; the second one ends the process as if nobody listened."""
+    """How a server is told to end. While it opens, a signal ends it at once, which loses nothing; from ``arm`` on the first SIGTERM
+    or Ctrl-C ends ``wait``, and the next one ends the process as if nobody listened.
 
-    def __init__(self, ended: threading.Event) -> None:
-        self._ended = ended
-        self._before: dict[signal.Signals, object] = {}
+    A signal may reach any thread, the core's too, and at any moment: it is read from a pipe, so that none is slept through.
+    """
 
-    def __enter__(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._end)
+    def __enter__(self) -> Ending:
+        self._before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        return self
+
+    def arm(self) -> None:
+        """From now on the first signal is waited for."""
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in self._before:
+            signal.signal(number, lambda number, frame: None)
+
+    def wait(self) -> None:
+        """Returns at the first signal."""
+        os.read(self._read, 1)
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL)
 
     def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(-1)
         for number, before in self._before.items():
-            signal.signal(number, before)  # type: ignore[arg-type]
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
-        self._ended.set()
+            signal.signal(number, before)
+        os.close(self._read)
+        os.close(self._write)
