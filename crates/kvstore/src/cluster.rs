@@ -342,7 +342,7 @@ impl Upstream for Cluster {
             let now = inner.now();
             jobs.retain(|(owner, fetches, _)| !fetches.is_empty() && inner.directory.is_up(*owner, now));
             let answers = inner.side_by_side(jobs, LONG, |(owner, mut fetches, places)| {
-                let (sums, error) = inner.points[owner].client.fetch(&mut fetches);
+                let (sums, error) = inner.points[owner].client.get_whole(&mut fetches);
                 if let Some(error) = error {
                     inner.failed(owner, &error);
                 }

@@ -2,13 +2,14 @@
 //!
 //! Owns: identity and records of objects ([`key`], [`object`]), where their bytes lie ([`media`], and [`backend`] below it), which
 //! are kept ([`index`], [`policy`]), how a loss is made good ([`erasure`]), and how all of it is reached ([`server`], [`client`],
-//! [`cluster`], [`wire`]; engines through [`upstream`]).
+//! [`cluster`], [`agent`], [`wire`]; engines through [`upstream`]).
 //!
 //! Never touches: what the bytes of an object mean, devices, sequences, Python. It computes no chain hash: keys come from the engine.
 //!
 //! What holds everywhere: nothing is visible before it is durable; nothing is overwritten; bytes that do not have their checksum are
 //! a miss. The picture of the layout, the guarantees and what happens on each fault are in `docs/kvstore.md`.
 
+pub mod agent;
 pub mod backend;
 pub mod bench;
 pub mod catalogue;

@@ -4,6 +4,7 @@
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -140,6 +141,15 @@ impl Socket {
     }
 }
 
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
 impl Read for Socket {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         match self {
@@ -197,6 +207,15 @@ impl Timed {
         self.until = Instant::now() + time;
     }
 
+    /// The socket, with what time is left set on it: for calls that streams do not have.
+    ///
+    /// # Errors
+    /// Of the socket, or a time-out.
+    pub fn armed(&mut self) -> io::Result<BorrowedFd<'_>> {
+        self.arm()?;
+        Ok(self.socket.as_fd())
+    }
+
     fn arm(&mut self) -> io::Result<()> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -211,7 +230,8 @@ impl Timed {
     }
 }
 
-fn timed_out(error: io::Error) -> io::Error {
+/// What a socket says when its time is over.
+pub(crate) fn timed_out(error: io::Error) -> io::Error {
     if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
 }
 
@@ -263,17 +283,23 @@ impl Connection {
     /// # Errors
     /// Of the socket, or a time-out.
     pub fn write_pieces(&mut self, pieces: &mut [IoSlice<'_>]) -> io::Result<()> {
-        let mut pieces = pieces;
-        while !pieces.is_empty() {
-            match self.write_vectored(pieces) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(written) => IoSlice::advance_slices(&mut pieces, written),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
+        write_pieces(self, pieces)?;
         self.flush()
     }
+}
+
+/// Writes all pieces, as few system calls as can be.
+pub(crate) fn write_pieces(to: &mut impl Write, pieces: &mut [IoSlice<'_>]) -> io::Result<()> {
+    let mut pieces = pieces;
+    while !pieces.is_empty() {
+        match to.write_vectored(pieces) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => IoSlice::advance_slices(&mut pieces, written),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 impl Read for Connection {

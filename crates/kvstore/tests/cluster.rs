@@ -116,6 +116,9 @@ fn a_chain_is_cut_by_owner_and_found_whole() {
     }
     // What makes no sense concerns its object only.
     let short: [&[u8]; 1] = [&[1, 2, 3]];
+    let mut part = vec![0; LEN - 1];
+    let id = ObjectId { kind: Kind::Block, key: keys[0] };
+    assert_eq!(cluster.get(&mut [Load { id, into: &mut part }]), [None], "part of an object is none");
     let objects = [
         Save { kind: Kind::Block, at: 99, pieces: &short, checksum: None },
         Save { kind: Kind::Block, at: 0, pieces: &short, checksum: Some(7) },
@@ -211,17 +214,6 @@ impl Point {
         let sent = unsafe { libc::kill(self.0.id() as libc::pid_t, signal) };
         assert_eq!(sent, 0);
     }
-
-    /// Returns when every thread of it has stopped.
-    fn stop(&self) {
-        self.signal(libc::SIGSTOP);
-        let tasks = format!("/proc/{}/task", self.0.id());
-        let stopped = |task: std::io::Result<std::fs::DirEntry>| {
-            let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap_or_default();
-            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
-        };
-        until("it does not stop", || std::fs::read_dir(&tasks).unwrap().all(stopped));
-    }
 }
 
 impl Drop for Point {
@@ -271,7 +263,7 @@ fn one_of_three_that_dies_or_hangs_is_missed_within_a_second_and_found_again() {
         assert_eq!(get(&cluster, &keys), vec![true; 24], "{what}");
     };
     // One hangs, with its connections open and others still accepted by the system.
-    points[1].stop();
+    kit::stop(&points[1].0);
     misses_of_one(&cluster, &keys, 1);
     // A client that knows none of this meets the full second at most, too.
     let fresh = Cluster::new(&config).unwrap();
@@ -285,7 +277,9 @@ fn one_of_three_that_dies_or_hangs_is_missed_within_a_second_and_found_again() {
     points[2] = Point::start(&folders[2]);
     all_back("it was started again");
     // All of them hang: misses, at once from the second call on.
-    points.iter().for_each(Point::stop);
+    for point in &points {
+        kit::stop(&point.0);
+    }
     let begun = Instant::now();
     assert_eq!(cluster.check(&keys, 0).unwrap().blocks, 0);
     assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
@@ -326,7 +320,9 @@ fn stalls(listener: &TcpListener, whole: usize, done: &std::sync::mpsc::Receiver
     for (at, item) in items.iter().enumerate().take(whole + 1) {
         let all = bytes(item.id, item.len as usize);
         let sum = deepinfer_kvstore::checksum::checksum(&all);
-        stream.write_all(&deepinfer_kvstore::wire::AnswerStart { hit: true, checksum: sum }.encode()).unwrap();
+        stream
+            .write_all(&deepinfer_kvstore::wire::AnswerStart { hit: true, len: item.len, checksum: sum }.encode())
+            .unwrap();
         stream.write_all(if at < whole { &all } else { &all[..all.len() / 2] }).unwrap();
     }
     done.recv().unwrap();

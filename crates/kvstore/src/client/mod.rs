@@ -255,22 +255,26 @@ impl Client {
     /// # Errors
     /// [`Error::Invalid`], [`Error::Unavailable`].
     pub fn get(&self, fetches: &mut [Fetch<'_>]) -> Result<Vec<bool>, Error> {
-        let (sums, error) = self.fetch(fetches);
+        let (sums, error) = self.read(fetches, false);
         error.map_or_else(|| Ok(sums.iter().map(Option::is_some).collect()), Err)
     }
 
-    /// The same, with the XXH3-64 of what was read. What had arrived before an error counts.
-    pub fn fetch(&self, fetches: &mut [Fetch<'_>]) -> (Vec<Option<u64>>, Option<Error>) {
+    /// Reads whole objects, with their XXH3-64: one that is longer than asked for is a miss, too. What had arrived before an error counts.
+    pub fn get_whole(&self, fetches: &mut [Fetch<'_>]) -> (Vec<Option<u64>>, Option<Error>) {
+        self.read(fetches, true)
+    }
+
+    fn read(&self, fetches: &mut [Fetch<'_>], whole: bool) -> (Vec<Option<u64>>, Option<Error>) {
         let mut sums = vec![None; fetches.len()];
         for (fetches, some) in fetches.chunks_mut(MAX_ITEMS).zip(sums.chunks_mut(MAX_ITEMS)) {
-            if let Err(error) = self.fetch_some(fetches, some) {
+            if let Err(error) = self.read_some(fetches, whole, some) {
                 return (sums, Some(error));
             }
         }
         (sums, None)
     }
 
-    fn fetch_some(&self, fetches: &mut [Fetch<'_>], sums: &mut [Option<u64>]) -> Result<(), Error> {
+    fn read_some(&self, fetches: &mut [Fetch<'_>], whole: bool, sums: &mut [Option<u64>]) -> Result<(), Error> {
         let items: Vec<GetItem> = fetches
             .iter()
             .map(|fetch| GetItem { id: fetch.id, start: fetch.start, len: fetch.into.len() as u32 })
@@ -286,7 +290,8 @@ impl Client {
                 if start.hit {
                     link.read(fetch.into)?;
                 }
-                *sum = (start.hit && checksum(fetch.into) == start.checksum).then_some(start.checksum);
+                let fits = !whole || start.len as usize == fetch.into.len();
+                *sum = (start.hit && fits && checksum(fetch.into) == start.checksum).then_some(start.checksum);
                 link.allow(self.config.get);
             }
             Ok(())

@@ -6,7 +6,7 @@
 //! believed before it is held to its bound; answers of all connections together take no more than `answer_bytes` of memory.
 
 pub(crate) mod admin;
-mod gate;
+pub(crate) mod gate;
 mod serve;
 
 use std::collections::HashMap;
@@ -188,13 +188,14 @@ impl Shared {
     }
 }
 
-enum Listener {
+/// A socket that others connect to.
+pub(crate) enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener, std::path::PathBuf),
 }
 
 impl Listener {
-    fn bind(address: &Address) -> Result<Self, Error> {
+    pub(crate) fn bind(address: &Address) -> Result<Self, Error> {
         let what = format!("listening on {address}");
         match address {
             Address::Tcp(name) => Ok(Self::Tcp(TcpListener::bind(name).map_err(Error::io(what))?)),
@@ -216,14 +217,15 @@ impl Listener {
         }
     }
 
-    fn accept(&self) -> std::io::Result<Socket> {
+    pub(crate) fn accept(&self) -> std::io::Result<Socket> {
         match self {
             Self::Tcp(listener) => Socket::tcp(listener.accept()?.0),
             Self::Unix(listener, _) => Ok(Socket::Unix(listener.accept()?.0)),
         }
     }
 
-    fn wake(&self) {
+    /// Ends [`Listener::accept`] in another thread.
+    pub(crate) fn wake(&self) {
         let fd = match self {
             Self::Tcp(listener) => listener.as_fd(),
             Self::Unix(listener, _) => listener.as_fd(),
@@ -352,7 +354,8 @@ impl Drop for Server {
     }
 }
 
-fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
+/// A thread that serves one peer, or waits for them.
+pub(crate) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name(name.to_owned()).stack_size(512 << 10).spawn(body)
 }
 

@@ -10,7 +10,7 @@ use crate::checksum::checksum;
 use crate::error::Error;
 use crate::net::{Connection, Socket, Timed};
 use crate::object::{Meta, TenantId};
-use crate::store::{PutId, Rule, Started, Want};
+use crate::store::{Got, PutId, Rule, Started, Want};
 use crate::upstream::outcome;
 use crate::wire::{
     AnswerStart, CheckAnswer, CheckRequest, GetItem, GetRequest, Greeting, HEADER, Header, Hello, MAX_BODY, MAX_WRITE,
@@ -336,8 +336,11 @@ impl Peer<'_> {
             .iter()
             .zip(&got)
             .map(|(want, got)| {
-                let hit = got.is_hit();
-                AnswerStart { hit, checksum: if hit { checksum(want.into) } else { 0 } }.encode()
+                let start = match *got {
+                    Got::Hit { len, .. } => AnswerStart { hit: true, len, checksum: checksum(want.into) },
+                    _ => AnswerStart { hit: false, len: 0, checksum: 0 },
+                };
+                start.encode()
             })
             .collect();
         let mut pieces = Vec::with_capacity(2 * group.len());

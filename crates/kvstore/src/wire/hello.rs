@@ -112,7 +112,7 @@ impl Greeting {
 }
 
 /// Who a client is and what it wants to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Hello {
     /// Name of the tenant; its objects and quota are its own. Empty: the public one.
     pub tenant: String,

@@ -135,11 +135,13 @@ impl GetRequest {
     }
 }
 
-/// What precedes the bytes of one object in the answer to a get: whether they follow, and their XXH3-64.
+/// What precedes the bytes of one object in the answer to a get: whether they follow, and what they are held to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerStart {
     /// Bytes follow.
     pub hit: bool,
+    /// Length of the whole object.
+    pub len: u32,
     /// XXH3-64 of the bytes that follow.
     pub checksum: u64,
 }
@@ -152,6 +154,7 @@ impl AnswerStart {
     pub fn encode(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         bytes[0] = u8::from(self.hit);
+        bytes[4..8].copy_from_slice(&self.len.to_le_bytes());
         bytes[8..].copy_from_slice(&self.checksum.to_le_bytes());
         bytes
     }
@@ -160,12 +163,12 @@ impl AnswerStart {
     /// [`Malformed`].
     pub fn decode(bytes: &[u8; Self::LEN]) -> Result<Self, Malformed> {
         let mut reader = Reader::new(bytes);
-        let hit = match reader.array::<8>()? {
-            [0, 0, 0, 0, 0, 0, 0, 0] => false,
-            [1, 0, 0, 0, 0, 0, 0, 0] => true,
+        let hit = match reader.array::<4>()? {
+            [0, 0, 0, 0] => false,
+            [1, 0, 0, 0] => true,
             _ => return Err(Malformed("an answer is neither a hit nor a miss")),
         };
-        Ok(Self { hit, checksum: reader.u64()? })
+        Ok(Self { hit, len: reader.u32()?, checksum: reader.u64()? })
     }
 }
 
@@ -433,7 +436,7 @@ mod tests {
         assert_eq!(CheckAnswer::decode(&good.encode()).unwrap(), good);
         assert!(CheckAnswer::decode(&CheckAnswer { blocks: 3, slices: vec![3] }.encode()).is_err());
         assert!(CheckRequest::decode(&CheckRequest::encode(0, &vec![Key(1); MAX_CHAIN + 1])).is_err());
-        for start in [AnswerStart { hit: true, checksum: 5 }, AnswerStart { hit: false, checksum: 0 }] {
+        for start in [AnswerStart { hit: true, len: 7, checksum: 5 }, AnswerStart { hit: false, len: 0, checksum: 0 }] {
             assert_eq!(AnswerStart::decode(&start.encode()).unwrap(), start);
         }
         assert!(AnswerStart::decode(&[2; AnswerStart::LEN]).is_err());

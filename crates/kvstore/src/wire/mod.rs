@@ -21,7 +21,7 @@ pub use message::{
 };
 
 /// Raised whenever a word changes its meaning. A client and a server of different versions part at the greeting.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// First bytes of a greeting: whoever connects to the wrong port learns it at once.
 pub const MAGIC: [u8; 4] = *b"DIKV";

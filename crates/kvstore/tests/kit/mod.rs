@@ -201,3 +201,20 @@ pub fn has(store: &Store, object: &Object) -> bool {
 pub fn found(store: &Store, chain: &[Key]) -> usize {
     store.check(TENANT, chain, 0).unwrap().blocks
 }
+
+/// Stops a process as it is; returns when every thread of it has stopped.
+pub fn stop(child: &std::process::Child) {
+    // SAFETY: a signal to a child that was not waited for yet: its number is nobody else's.
+    let sent = unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGSTOP) };
+    assert_eq!(sent, 0);
+    let tasks = format!("/proc/{}/task", child.id());
+    let stopped = |task: io::Result<std::fs::DirEntry>| {
+        let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+    };
+    let end = std::time::Instant::now() + Duration::from_secs(20);
+    while !std::fs::read_dir(&tasks).unwrap().all(stopped) {
+        assert!(std::time::Instant::now() < end, "it does not stop");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
