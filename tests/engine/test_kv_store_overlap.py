@@ -6,6 +6,7 @@ is.
 
 from __future__ import annotations
 
+import select
 import statistics
 import time
 from typing import Any
@@ -109,5 +110,21 @@ def test_who_waits_begins_one_step_after_its_data_came_at_the_latest(others: int
         steps = [at for at in engine.planned if came < at < engine.admitted["waits"]]
         assert len(steps) <= 1 + 1, "the step that was being planned, and its own"
         assert engine.admitted["waits"] - came < 3 * FORWARD + 0.2
-        if not others:
-            assert engine.admitted["waits"] - came < 0.1, "an idle engine is woken"
+
+
+def test_an_idle_engine_sleeps_until_something_has_come(tier: Tier, device: str) -> None:
+    with Timed(config(device), store=tier) as engine:
+        engine.add_request(request("waits", PROMPT, P))
+        turns = slept = 0
+        while not engine.admitted:
+            turns += 1
+            engine.step()
+            rest = engine.rest()
+            if rest is not None and not engine.admitted:
+                fd, seconds = rest
+                assert 0 < seconds <= 5
+                slept += bool(select.select([fd], [], [], seconds)[0])
+        came = max(end for _, _, end in tier.gets)
+        assert engine.admitted["waits"] - came < 0.1 and slept >= 2 and turns < 12, "woken by the lookup, and by the data"
+        collect(engine)
+        assert engine.rest() is None or at_rest(engine)

@@ -30,6 +30,7 @@ from deepinfer.kvcache.state_slices import HostSlices, SliceTier
 from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, ModelOptions, PagedGroup, RemarkingModel, StateGroup
 from deepinfer.models.contract import checked_groups
+from deepinfer.sampling import TrafficClass
 from deepinfer.speculative import Drafting, ModelDrafting, NgramDrafting, SpeculativeSettings
 from deepinfer.worker import sync_guard
 from deepinfer.worker.device_queue import make_queue
@@ -208,12 +209,14 @@ class Assembly:
         hooks: EngineHooks,
         slices: StateSlices | None,
         bell: Bell,
-        whose: Callable[[int], tuple[str, str]],
+        whose: Callable[[int], tuple[str, TrafficClass]],
     ) -> StoreTraffic | None:
         """What brings KV from the store and takes it there; ``None`` without one."""
         if self.store is None or self.tier is None:
             return None
         stored = slices.tier if slices is not None and isinstance(slices.tier, StoredSlices) else None
+        if stored is not None and not self.store.keeps_slices:
+            stored = None
         owned, sizes = self.config.kv_store is not None, (self.plan.num_blocks, self.plan.max_model_len)
         near, size = (None, 0) if stored is None else (stored.near, self.slices.slice_bytes)
         made = StoreTraffic(core, runner, hooks, self.store, self.tier, owned, bell, *sizes, near, size, whose)

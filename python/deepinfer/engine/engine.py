@@ -45,6 +45,7 @@ from deepinfer.kvcache.block_tier import BlockTier
 from deepinfer.kvcache.handover import Handover
 from deepinfer.kvcache.state_slices import SliceTier
 from deepinfer.models.base import Model, TableModel
+from deepinfer.sampling import TrafficClass
 from deepinfer.worker.device_queue import StepTimes
 from deepinfer.worker.sampling_state import RowSampling
 from deepinfer.worker.step import StepResult
@@ -391,7 +392,7 @@ class Engine(EngineHooks):
         answer = self._answers.by_handle.get(handle)
         return "" if answer is None else answer.request.request_id
 
-    def _whose(self, handle: int) -> tuple[str, str]:
+    def _whose(self, handle: int) -> tuple[str, TrafficClass]:
         """Request id and class of traffic of a sequence that somebody waits for."""
         answer = self._answers.by_handle.get(handle)
         return ("", "chat") if answer is None else (answer.request.request_id, answer.request.params.traffic_class)

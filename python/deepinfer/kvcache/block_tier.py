@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from deepinfer.errors import ConfigError
+from deepinfer.sampling import TrafficClass
 
 KEY_BYTES = 16
 _ROOT = bytes(KEY_BYTES)  # parent of the first object of a chain
@@ -39,7 +40,7 @@ class BlockTier(Protocol):
         """Reads objects of ``each`` bytes, object ``i`` into ``into[i * each :]``. One byte for each: 1 = it is there, whole and as it was
         written; else its bytes in ``into`` mean nothing."""
 
-    def put(self, kind: Kind, keys: bytes, parents: bytes, lengths: Sequence[int], data: Any, traffic_class: str, /) -> bytes:
+    def put(self, kind: Kind, keys: bytes, parents: bytes, lengths: Sequence[int], data: Any, traffic_class: TrafficClass, /) -> bytes:
         """Keeps objects that lie one behind the other in ``data``, unless there is something under their names. Blocks are neighbours in
         one chain; ``parents``: all names of the chain before them, from its first on. Slices need none. One letter for each: ``s`` stored,
         ``e`` exists, ``c`` exists with other bytes, ``p`` its parent is not there, ``f`` failed."""
@@ -119,7 +120,7 @@ class MemoryTier:
                 target[i * each : (i + 1) * each] = data
         return hits
 
-    def put(self, kind: Kind, keys: bytes, parents: bytes, lengths: Sequence[int], data: Any, traffic_class: str, /) -> bytes:
+    def put(self, kind: Kind, keys: bytes, parents: bytes, lengths: Sequence[int], data: Any, traffic_class: TrafficClass, /) -> bytes:
         """See `BlockTier.put`. An object larger than the tier fails."""
         source, at, said = memoryview(data).cast("B"), 0, []
         parent = _ROOT if kind == "slice" or not parents else _names(parents)[-1]

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from deepinfer import _core
 from deepinfer.engine import environ
@@ -18,7 +18,7 @@ from deepinfer.engine.state_hits import window_hits
 from deepinfer.errors import ConfigError
 from deepinfer.kvcache.block_tier import BlockTier
 from deepinfer.kvcache.layout import KvLayout
-from deepinfer.kvcache.objects import ObjectForm
+from deepinfer.kvcache.objects import GRAIN, ObjectForm
 from deepinfer.models.base import StateGroup
 
 PATIENCE = 60.0
@@ -43,6 +43,11 @@ class StorePlan:
     patience: float
     least: int
     write: Literal["on_finish", "write_through"]
+
+    @property
+    def keeps_slices(self) -> bool:
+        """Whether every boundary at which slices are cut is the end of an object, which they hang off."""
+        return self.rule is not None and self.rule.grain % GRAIN == 0
 
     @property
     def lease_ns(self) -> int:
@@ -89,11 +94,8 @@ def open_tier(config: EngineConfig, layout: KvLayout) -> BlockTier:
     assert config.kv_store is not None
     token = environ.get("DEEPINFER_KV_STORE_TOKEN") if config.kv_store_token is None else config.kv_store_token
     sizes = {} if config.kv_store_gib is None else {"capacity": int(config.kv_store_gib * 2**30)}
-    make: Any = getattr(_core, "KvTier", None)
-    if make is None:
-        raise ConfigError(f"this build of the core reaches no KV store such as {config.kv_store!r}; leave kv_store out")
     roles = None if token is None else dict.fromkeys(("check", "get", "put"), token.encode())
-    tier: BlockTier = make(
+    tier: BlockTier = _core.KvTier(
         config.kv_store,
         tenant=config.kv_store_tenant,
         fingerprint=_fingerprint(layout),

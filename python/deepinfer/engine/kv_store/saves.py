@@ -23,6 +23,7 @@ from deepinfer.engine.kv_store.staging import Buffers, Pages
 from deepinfer.engine.mover import Bell, Mover
 from deepinfer.kvcache.block_tier import CONFLICT, EXISTS, KEY_BYTES, STORED, BlockTier
 from deepinfer.kvcache.objects import GRAIN, ObjectForm, Staging
+from deepinfer.sampling import TrafficClass
 
 if TYPE_CHECKING:
     from deepinfer import _core
@@ -39,7 +40,7 @@ class _Chain:
     before: bytes  # names of the chain up to here
     keys: bytes
     pages: Pages
-    traffic_class: str
+    traffic_class: TrafficClass
     sent: int = 0  # objects that have been handed to the thread
     pieces: int = 0  # on their way
     failed: bool = False
@@ -84,7 +85,7 @@ class Saves:
         counters: StoreCounters,
         bell: Bell,
         fault: Callable[[BaseException], None],
-        whose: Callable[[int], tuple[str, str]],
+        whose: Callable[[int], tuple[str, TrafficClass]],
     ) -> None:
         self._core, self._hooks, self._tier, self._form, self._buffers = core, hooks, tier, form, buffers
         self._most_blocks, self._counters, self._fault, self._whose = most_blocks, counters, fault, whose

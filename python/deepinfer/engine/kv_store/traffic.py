@@ -22,6 +22,7 @@ from deepinfer.errors import EngineDeadError
 from deepinfer.kvcache.block_tier import BlockTier
 from deepinfer.kvcache.objects import GRAIN
 from deepinfer.kvcache.state_slices import SliceTier
+from deepinfer.sampling import TrafficClass
 
 if TYPE_CHECKING:
     from deepinfer import _core
@@ -57,7 +58,7 @@ class StoreTraffic:
         max_model_len: int,
         slices: SliceTier | None,
         slice_bytes: int,
-        whose: Callable[[int], tuple[str, str]],
+        whose: Callable[[int], tuple[str, TrafficClass]],
     ) -> None:
         self._core, self._plan, self._tier, self._owned = core, plan, tier, owned
         self.counters = StoreCounters()
