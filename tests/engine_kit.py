@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -97,7 +98,10 @@ def collect(engine: Engine, limit: int = 20_000) -> dict[tuple[str, int], Answer
     for _ in range(limit):
         if not engine.has_unfinished():
             return answers
-        for d in engine.step():
+        news = engine.step()
+        if not news and (rest := engine.rest()) is not None:
+            select.select([rest[0]], [], [], rest[1])  # as whoever drives an engine does: there is nothing to run
+        for d in news:
             a = answers.setdefault((d.request_id, d.index), Answer())
             assert a.finish is None, "a delta after the last one"
             a.tokens += d.new_token_ids

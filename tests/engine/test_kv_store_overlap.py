@@ -125,6 +125,7 @@ def test_an_idle_engine_sleeps_until_something_has_come(tier: Tier, device: str)
                 assert 0 < seconds <= 5
                 slept += bool(select.select([fd], [], [], seconds)[0])
         came = max(end for _, _, end in tier.gets)
-        assert engine.admitted["waits"] - came < 0.1 and slept >= 2 and turns < 12, "woken by the lookup, and by the data"
+        # woken by the data, and by the lookup unless that was quicker than the first step
+        assert engine.admitted["waits"] - came < 0.1 and slept >= 1 and turns < 12
         collect(engine)
         assert engine.rest() is None or at_rest(engine)
