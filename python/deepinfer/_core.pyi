@@ -18,6 +18,7 @@ __all__ = [
     "VOTE_WORDS",
     "Core",
     "CoreConfig",
+    "KvAgent",
     "KvOperator",
     "KvServer",
     "KvTicket",
@@ -773,9 +774,11 @@ class KvTier:
 
     ``dir:PATH`` opens a store in this process, durable when a put returns; ``capacity`` (default 64 GiB), ``slack``,
     ``segment_bytes`` and ``max_object`` are its bounds in bytes. ``tcp://HOST:PORT[,HOST:PORT…]`` and ``unix:PATH``
-    are entry points: what one that does not answer has is misses. Objects of ``tenant`` are found by that tenant only; those of the
-    public one (``""``) by everybody. ``first_stays``: bytes of one name may differ between writers (``replay``); the first write
-    stays, without an alarm. ``fingerprint`` (16 bytes: what keys mean apart from the size of their blocks), ``block_tokens`` and
+    are entry points: what one that does not answer has is misses. ``agent:PATH`` is the agent of this host.
+
+    Objects of ``tenant`` are found by that tenant only; those of the public one (``""``) by everybody. ``first_stays``: bytes of one
+    name may differ between writers (``replay``); the first write stays, without an alarm. ``fingerprint`` (16 bytes: what keys mean
+    apart from the size of their blocks), ``block_tokens`` and
     ``tokens`` (role → secret) are told to servers; an embedded store has no use for them. ``tls_ca`` (a PEM file) makes connections
     protected: the server's certificate is from that authority and for ``tls_name``, by default the host of the address.
 
@@ -861,6 +864,23 @@ class KvServer:
 
     def drain(self) -> None:
         """Takes no new work, ends what is under way, seals the store and ends. May be called more than once."""
+
+@type_check_only
+class KvAgentInfo(TypedDict):
+    address: str
+    metrics: str | None
+    arena: int
+
+@final
+class KvAgent:
+    """The agent of a host: memory that its engines share, in front of a KV store. Settings as for ``KvServer``."""
+
+    def __new__(cls, settings: str | PathLike[str] | None = None, given: Sequence[tuple[str, str]] = ...) -> KvAgent: ...
+    def describe(self) -> KvAgentInfo:
+        """What engines give as an address, and the size of the memory."""
+
+    def drain(self) -> None:
+        """Takes no more puts, waits until the store has those it took, and ends; raises if the store does not have all of them."""
 
 @final
 class KvOperator:

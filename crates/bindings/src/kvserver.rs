@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use deepinfer_kvindex::{BlockHash, ChainHasher, Root};
 use deepinfer_kvstore::Error;
 use deepinfer_kvstore::bench;
-use deepinfer_kvstore::node::Node;
+use deepinfer_kvstore::node::{AgentNode, Node};
 use deepinfer_kvstore::operator::{Operator, OperatorConfig};
 use deepinfer_kvstore::policy::PolicyKind;
 use deepinfer_kvstore::settings::Settings;
@@ -31,12 +31,8 @@ impl KvServer {
     #[new]
     #[pyo3(signature = (settings = None, given = Vec::new()))]
     fn new(py: Python<'_>, settings: Option<PathBuf>, given: Vec<(String, String)>) -> PyResult<Self> {
-        // One that is no UTF-8 is none of ours.
-        let variables: BTreeMap<String, String> = std::env::vars_os()
-            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-            .collect();
         let (settings, node) = detached(py, || {
-            let settings = Settings::load(settings.as_deref(), &variables, &given)?;
+            let settings = load(settings, &given)?;
             let node = Node::start(&settings)?;
             Ok((settings, node))
         })?;
@@ -67,6 +63,44 @@ impl KvServer {
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
         let node = self.node.lock().unwrap_or_else(PoisonError::into_inner).take();
         // Metrics say until the end that it drains.
+        node.map_or(Ok(()), |mut node| detached(py, move || node.drain()))
+    }
+}
+
+/// Settings of a file, the environment and a command line.
+fn load(settings: Option<PathBuf>, given: &[(String, String)]) -> Result<Settings, Error> {
+    // One that is no UTF-8 is none of ours.
+    let variables: BTreeMap<String, String> = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect();
+    Settings::load(settings.as_deref(), &variables, given)
+}
+
+/// The agent of a host.
+#[pyclass(frozen, module = "deepinfer._core")]
+pub struct KvAgent(Mutex<Option<AgentNode>>);
+
+#[pymethods]
+impl KvAgent {
+    #[new]
+    #[pyo3(signature = (settings = None, given = Vec::new()))]
+    fn new(py: Python<'_>, settings: Option<PathBuf>, given: Vec<(String, String)>) -> PyResult<Self> {
+        let node = detached(py, || AgentNode::start(&load(settings, &given)?))?;
+        Ok(Self(Mutex::new(Some(node))))
+    }
+
+    fn describe<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let guard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let node = guard.as_ref().ok_or_else(|| error::raise(py, &closed()))?;
+        let dict = PyDict::new(py);
+        dict.set_item("address", format!("agent:{}", node.agent().socket().display()))?;
+        dict.set_item("metrics", node.metrics().map(|address| address.to_string()))?;
+        dict.set_item("arena", node.agent().sizes().bytes)?;
+        Ok(dict)
+    }
+
+    fn drain(&self, py: Python<'_>) -> PyResult<()> {
+        let node = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         node.map_or(Ok(()), |mut node| detached(py, move || node.drain()))
     }
 }

@@ -40,6 +40,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<core::Core>()?;
     module.add_class::<speculative::MtpRuntime>()?;
     module.add("KV_SETTINGS_EXAMPLE", deepinfer_kvstore::settings::EXAMPLE)?;
+    module.add_class::<kvserver::KvAgent>()?;
     module.add_class::<kvserver::KvOperator>()?;
     module.add_class::<kvserver::KvServer>()?;
     module.add_class::<kvstore::KvTier>()?;

@@ -8,18 +8,20 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::agent::Agent;
 use crate::backend::Backend;
 use crate::error::Error;
 use crate::media::Media;
 use crate::media::local::Local;
 use crate::media::objects::Objects;
 use crate::media::striped::{Config, Striped};
-use crate::metrics::{Http, ServerPages};
+use crate::metrics::{AgentPages, Http, ServerPages};
 use crate::net::Address;
 use crate::root::Root;
 use crate::server::Server;
 use crate::settings::{MediaSettings, Settings};
 use crate::store::{Store, Upkeep};
+use crate::upstream::Source;
 
 /// Debts of domains that one look pays.
 const REPAIRS: usize = 16;
@@ -68,12 +70,7 @@ impl Node {
         let store = open_store(settings)?;
         let server = Server::start(Arc::clone(&store), settings.server.clone())?;
         let upkeep = Upkeep::start(&store, settings.tend_every)?;
-        let mender = match settings.media {
-            MediaSettings::Striped { repair_every, scrub_every, .. } => {
-                Some(Mender::start(&store, repair_every, scrub_every)?)
-            }
-            _ => None,
-        };
+        let mender = Mender::of(&store, &settings.media)?;
         let metrics = match &settings.metrics {
             Some(address) => {
                 let pages = ServerPages { store: Arc::clone(&store), watch: server.watch() };
@@ -108,6 +105,73 @@ impl Node {
     }
 }
 
+/// A running agent, with the store of these settings where it has one of its own.
+pub struct AgentNode {
+    agent: Agent,
+    metrics: Option<Http>,
+    own: Option<Own>,
+}
+
+/// A store of this process, with its upkeep.
+struct Own {
+    store: Arc<Store>,
+    _mender: Option<Mender>,
+    _upkeep: Upkeep,
+}
+
+impl AgentNode {
+    /// Takes its memory and serves the engines of this host.
+    ///
+    /// # Errors
+    /// As [`Agent::start`]; with a store of its own as [`open_store`].
+    pub fn start(settings: &Settings) -> Result<Self, Error> {
+        let given = &settings.agent;
+        let own = if given.upstream.is_some() {
+            None
+        } else {
+            let store = open_store(settings)?;
+            let upkeep = Upkeep::start(&store, settings.tend_every)?;
+            let mender = Mender::of(&store, &settings.media)?;
+            Some(Own { store, _mender: mender, _upkeep: upkeep })
+        };
+        let source: Arc<dyn Source> = match (&given.upstream, &own) {
+            (Some(cluster), _) => Arc::new(cluster.clone()),
+            (None, Some(own)) => Arc::new(Arc::clone(&own.store)),
+            (None, None) => return Err(Error::Invalid("agent.upstream: none".to_owned())),
+        };
+        let agent = Agent::start(source, given.config.clone())?;
+        let metrics = match &given.metrics {
+            Some(address) => {
+                let store = own.as_ref().map(|own| Arc::clone(&own.store));
+                let pages = AgentPages { watch: agent.watch(), store };
+                Some(Http::start(&address.to_string(), Arc::new(pages))?)
+            }
+            None => None,
+        };
+        Ok(Self { agent, metrics, own })
+    }
+
+    /// The agent.
+    pub fn agent(&self) -> &Agent {
+        &self.agent
+    }
+
+    /// Where metrics are to be had.
+    pub fn metrics(&self) -> Option<SocketAddr> {
+        self.metrics.as_ref().map(Http::address)
+    }
+
+    /// Takes no more puts, waits until the store has those it took, and ends.
+    ///
+    /// # Errors
+    /// As [`Agent::drain`] and [`Store::drain`].
+    pub fn drain(&mut self) -> Result<(), Error> {
+        let drained = self.agent.drain();
+        let closed = self.own.as_ref().map_or(Ok(()), |own| own.store.drain());
+        drained.and(closed)
+    }
+}
+
 /// A thread that repairs and scrubs stripes until it is dropped.
 struct Mender {
     stop: Arc<AtomicBool>,
@@ -115,6 +179,16 @@ struct Mender {
 }
 
 impl Mender {
+    /// For media that have redundancy of their own.
+    fn of(store: &Arc<Store>, media: &MediaSettings) -> Result<Option<Self>, Error> {
+        match *media {
+            MediaSettings::Striped { repair_every, scrub_every, .. } => {
+                Self::start(store, repair_every, scrub_every).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     fn start(store: &Arc<Store>, repair_every: Duration, scrub_every: Duration) -> Result<Self, Error> {
         let stop = Arc::new(AtomicBool::new(false));
         let (store, stopped) = (Arc::downgrade(store), Arc::clone(&stop));

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::agent;
 use crate::client::MAX_TENANT;
 use crate::cluster::{Cluster, ClusterConfig};
 use crate::error::Error;
@@ -115,7 +116,7 @@ fn letter(outcome: Outcome) -> u8 {
 }
 
 fn no_address(text: &str) -> Error {
-    let known = "dir:/path, tcp://host:port[,host:port] or unix:/path";
+    let known = "dir:/path, tcp://host:port[,host:port], unix:/path or agent:/path";
     Error::Invalid(format!("{text:?} is no address of a KV store: give {known}"))
 }
 
@@ -139,7 +140,8 @@ pub fn entry_points(address: &str) -> Result<Vec<Address>, Error> {
 }
 
 impl Tier {
-    /// Opens what `address` names: `dir:/path`, a store in this process; `tcp://host:port[,host:port…]` or `unix:/path`, entry points.
+    /// Opens what `address` names: `dir:/path`, a store in this process; `tcp://host:port[,host:port…]` or `unix:/path`, entry points;
+    /// `agent:/path`, the agent of this host.
     ///
     /// # Errors
     /// [`Error::Invalid`] for what is no address or a configuration out of bounds, and those of a store's open.
@@ -149,7 +151,10 @@ impl Tier {
         }
         match address.strip_prefix("dir:") {
             Some(path) if !path.is_empty() => Self::embedded(Path::new(path), config),
-            _ => Self::remote(entry_points(address)?, config),
+            _ => match address.strip_prefix("agent:").filter(|path| path.starts_with('/')) {
+                Some(path) => Self::shared(path, config),
+                None => Self::remote(entry_points(address)?, config),
+            },
         }
     }
 
@@ -161,6 +166,17 @@ impl Tier {
         let upstream = Arc::new(Embedded::new(Arc::clone(&store), &config.tenant, rule)?);
         let upkeep = Upkeep::start(&store, TEND)?;
         Ok(Self { upstream, own: Some((store, upkeep)) })
+    }
+
+    fn shared(socket: &str, config: TierConfig) -> Result<Self, Error> {
+        let config = agent::ClientConfig {
+            tenant: config.tenant,
+            fingerprint: config.fingerprint,
+            block_tokens: config.block_tokens,
+            first_stays: config.first_stays,
+            ..agent::ClientConfig::new(socket)
+        };
+        Ok(Self { upstream: Arc::new(agent::Client::new(config)?), own: None })
     }
 
     fn remote(addresses: Vec<Address>, config: TierConfig) -> Result<Self, Error> {

@@ -13,6 +13,7 @@ EXAMPLES = (
 )
 KINDS = {
     "serve": "serve a KV store over sockets until it is told to end",
+    "agent": "share a host's memory between its engines, in front of a store",
     "check": "ask how much of a chain of keys is there",
     "stats": "show what a store holds, counts and met",
     "scrub": "read everything that is stored, find damage and have it repaired",

@@ -245,6 +245,22 @@ impl Host {
     }
 }
 
+/// A look at an agent from outside, also while it drains.
+#[derive(Clone)]
+pub struct Watch(Arc<Host>);
+
+impl Watch {
+    /// Counters and sizes by name.
+    pub fn stats(&self) -> Vec<(String, u64)> {
+        self.0.stats()
+    }
+
+    /// Whether it takes no new work any more.
+    pub fn is_leaving(&self) -> bool {
+        self.0.leaving.load(Ordering::SeqCst)
+    }
+}
+
 /// A running agent; stopped when dropped.
 pub struct Agent {
     host: Arc<Host>,
@@ -307,6 +323,11 @@ impl Agent {
         agent.accept = Some(accept.map_err(Error::io("no thread for connections"))?);
         agent.listener = Some(listener);
         Ok(agent)
+    }
+
+    /// A look at it that others may keep.
+    pub fn watch(&self) -> Watch {
+        Watch(Arc::clone(&self.host))
     }
 
     /// Path of its socket.

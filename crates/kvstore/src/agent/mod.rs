@@ -28,7 +28,7 @@ mod words;
 
 pub use arena::Sizes;
 pub use client::{Client, ClientConfig};
-pub use host::{Agent, AgentConfig};
+pub use host::{Agent, AgentConfig, Watch};
 /// What engines and the agent say to each other.
 pub mod protocol {
     pub use super::pass::{receive, send};

@@ -32,7 +32,7 @@ pub const MAX_TENANT: usize = 128;
 const PUT_AT_ONCE: u64 = 64 << 20;
 
 /// Whom to ask, and as whom.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct ClientConfig {
     /// The server.
     pub address: Address,
@@ -60,6 +60,19 @@ pub struct ClientConfig {
     pub rest: Duration,
     /// Connections kept for later.
     pub keep: usize,
+}
+
+impl std::fmt::Debug for ClientConfig {
+    /// Without the tokens.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let roles: Vec<&str> = self.roles.iter().map(|(role, _)| role.name()).collect();
+        f.debug_struct("ClientConfig")
+            .field("address", &self.address)
+            .field("tenant", &self.tenant)
+            .field("roles", &roles)
+            .field("tls", &self.tls)
+            .finish_non_exhaustive()
+    }
 }
 
 impl ClientConfig {

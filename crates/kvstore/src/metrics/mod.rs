@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering;
 pub use histogram::Histogram;
 pub use http::{Http, Pages};
 
+use crate::agent;
 use crate::object::Class;
 use crate::server::{OPERATIONS, Watch};
 use crate::store::Store;
@@ -36,6 +37,49 @@ impl Pages for ServerPages {
 
     fn health(&self) -> (bool, &'static str) {
         if self.watch.is_leaving() { (false, "draining") } else { (true, "ok") }
+    }
+}
+
+/// Pages of one agent, and of the store in its process if there is one.
+pub struct AgentPages {
+    /// The agent.
+    pub watch: agent::Watch,
+    /// Its own store.
+    pub store: Option<Arc<Store>>,
+}
+
+impl Pages for AgentPages {
+    fn metrics(&self) -> String {
+        let mut text = Text::default();
+        shared(&mut text, &self.watch.stats());
+        if let Some(own) = &self.store {
+            store(&mut text, own);
+        }
+        text.0
+    }
+
+    fn health(&self) -> (bool, &'static str) {
+        if self.watch.is_leaving() { (false, "draining") } else { (true, "ok") }
+    }
+}
+
+/// What an agent has now; everything else it counts.
+const AGENT_GAUGES: [&str; 6] =
+    ["arena_bytes", "arena_objects", "arena_free_bytes", "arena_pinned_bytes", "backlog_bytes", "engines_connected"];
+
+fn shared(text: &mut Text, stats: &[(String, u64)]) {
+    for (name, value) in stats {
+        let words = name.replace('_', " ");
+        if AGENT_GAUGES.contains(&name.as_str()) {
+            text.one(&format!("agent_{name}"), "gauge", &format!("Of the agent now: {words}."), value);
+        } else {
+            text.one(
+                &format!("agent_{name}_total"),
+                "counter",
+                &format!("Of the agent since its start: {words}."),
+                value,
+            );
+        }
     }
 }
 

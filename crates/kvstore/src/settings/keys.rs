@@ -75,6 +75,18 @@ pub const KEYS: &[(&str, Form)] = &[
     ("limits.idle", Form::Text),
     ("limits.answer_bytes", Form::Text),
     ("limits.drain", Form::Text),
+    ("agent.socket", Form::Text),
+    ("agent.upstream", Form::Text),
+    ("agent.metrics", Form::Text),
+    ("agent.arena", Form::Text),
+    ("agent.backlog", Form::Text),
+    ("agent.at_once", Form::Text),
+    ("agent.fetchers", Form::Number),
+    ("agent.writers", Form::Number),
+    ("agent.lease", Form::Text),
+    ("agent.drain", Form::Text),
+    ("agent.tls_ca", Form::Text),
+    ("agent.tls_name", Form::Text),
 ];
 
 /// Variables that hold secrets themselves and name no key.

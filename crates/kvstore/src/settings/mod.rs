@@ -6,6 +6,7 @@
 //! Every error is one line that names the key. Secrets are in no file of ours: tokens come from files of their own or from the
 //! environment, keys of S3 from the environment, and nothing here prints them.
 
+mod agent;
 mod keys;
 mod media;
 mod raw;
@@ -19,6 +20,7 @@ use std::time::Duration;
 
 use toml::Table;
 
+pub use agent::AgentSettings;
 pub use keys::{KEYS, PREFIX, SECRETS, variable};
 pub use media::{MediaSettings, Where};
 pub use values::{Size, Time};
@@ -57,6 +59,8 @@ pub struct Settings {
     pub metrics: Option<Address>,
     /// Pause between rounds of upkeep.
     pub tend_every: Duration,
+    /// What an agent is to be, if one is started.
+    pub agent: AgentSettings,
 }
 
 /// What is under a key, or a default.
@@ -131,21 +135,17 @@ impl Settings {
         let media = MediaSettings::of(file.media, variables)?;
         let (store, tend_every) = store(&file.store, lifetimes, &media)?;
         let listen = file.listen.unwrap_or_else(|| vec![DEFAULT_LISTEN.to_owned()]);
-        let metrics = match file.metrics.as_deref().unwrap_or(DEFAULT_METRICS) {
-            "" | "off" => None,
-            text => match text.parse()? {
-                Address::Tcp(name) => Some(Address::Tcp(name)),
-                Address::Unix(_) => return invalid("metrics", "give host:port, or \"off\""),
-            },
-        };
+        let metrics = metrics("metrics", file.metrics.as_deref().unwrap_or(DEFAULT_METRICS))?;
+        let tokens = tokens(&file.tokens, variables)?;
+        let agent = AgentSettings::of(file.agent, store.max_object, |role| tokens.get(&role).cloned(), variables)?;
         let server = ServerConfig {
             listen: addresses("listen", &listen)?,
-            tokens: tokens(&file.tokens, variables)?,
+            tokens,
             tls: tls(file.tls)?,
             ..limits(&file.limits)?
         };
         let quotas = file.quotas.into_iter().map(|(tenant, Size(bytes))| (tenant, bytes)).collect();
-        Ok(Self { root, media, store, quotas, server, metrics, tend_every })
+        Ok(Self { root, media, store, quotas, server, metrics, tend_every, agent })
     }
 }
 
@@ -155,6 +155,16 @@ fn default_root(variables: &BTreeMap<String, String>) -> Result<PathBuf, Error> 
     let base = of("XDG_DATA_HOME").or_else(|| of("HOME").map(|home| home.join(".local/share")));
     base.map(|base| base.join("deepinfer/kvstore"))
         .ok_or_else(|| Error::Invalid("root: there is no home directory to put the store in: give a path".to_owned()))
+}
+
+fn metrics(key: &str, text: &str) -> Result<Option<Address>, Error> {
+    match text {
+        "" | "off" => Ok(None),
+        text => match text.parse() {
+            Ok(Address::Tcp(name)) => Ok(Some(Address::Tcp(name))),
+            _ => invalid(key, format!("{text:?}: give host:port, or \"off\"")),
+        },
+    }
 }
 
 fn addresses(key: &str, given: &[String]) -> Result<Vec<Address>, Error> {

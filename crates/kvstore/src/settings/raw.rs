@@ -20,6 +20,7 @@ pub struct File {
     pub tokens: Tokens,
     pub tls: Tls,
     pub limits: Limits,
+    pub agent: Agent,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -105,4 +106,21 @@ pub struct Limits {
     pub idle: Option<Time>,
     pub answer_bytes: Option<Size>,
     pub drain: Option<Time>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Agent {
+    pub socket: Option<PathBuf>,
+    pub upstream: Option<String>,
+    pub metrics: Option<String>,
+    pub arena: Option<Size>,
+    pub backlog: Option<Size>,
+    pub at_once: Option<Size>,
+    pub fetchers: Option<usize>,
+    pub writers: Option<usize>,
+    pub lease: Option<Time>,
+    pub drain: Option<Time>,
+    pub tls_ca: Option<PathBuf>,
+    pub tls_name: Option<String>,
 }

@@ -222,3 +222,28 @@ fn stripes_need_exactly_twelve_places() {
         [("DEEPINFER_KVSTORE_MEDIA_KIND", "striped"), ("DEEPINFER_KVSTORE_MEDIA_DOMAINS", &listed.join(","))];
     assert_eq!(load("", &variables).unwrap().media.kind(), "striped");
 }
+
+#[test]
+fn an_agent_has_a_socket_a_store_and_memory() {
+    let agent =
+        |text: &str, variables: &[(&str, &str)]| load(&format!("[agent]\n{text}"), variables).map(|one| one.agent);
+    let plain = agent("", &[("XDG_RUNTIME_DIR", "/run/user/7")]).unwrap();
+    assert_eq!(plain.config.socket, Path::new("/run/user/7/deepinfer/agent.sock"));
+    assert_eq!(plain.upstream.unwrap().addresses, [DEFAULT_LISTEN.parse().unwrap()]);
+    assert!(agent("", &[]).unwrap().config.socket.starts_with("/tmp"));
+    assert!(agent("upstream = \"own\"", &[]).unwrap().upstream.is_none());
+    let two =
+        agent("upstream = \"tcp://a:1,b:2\"", &[("DEEPINFER_KVSTORE_TOKEN_GET", "a-token-of-getting-it")]).unwrap();
+    let roles = two.upstream.unwrap().roles;
+    let token = |role| roles.iter().find(|(of, _)| *of == role).unwrap().1.clone();
+    assert_eq!((token(Role::Get), token(Role::Put)), (Some(b"a-token-of-getting-it".to_vec()), None));
+    refused("[agent]\nsocket = \"here\"", &[], &["agent.socket", "absolute"]);
+    refused("[agent]\nupstream = \"ftp://x\"", &[], &["agent.upstream", "tcp://host:port"]);
+    refused("[agent]\narena = \"1GiB\"", &[], &["agent.arena", "twice agent.backlog"]);
+    refused("[agent]\nat_once = 5", &[], &["agent.at_once", "store.max_object"]);
+    refused("[agent]\nbacklog = \"1MiB\"", &[], &["agent.backlog", "agent.at_once"]);
+    refused("[agent]\nfetchers = 0", &[], &["agent.fetchers"]);
+    refused("[agent]\nlease = 0", &[], &["agent.lease"]);
+    refused("[agent]\nmetrics = \"x\"", &[], &["agent.metrics"]);
+    refused("[agent]\nupstream = \"own\"\ntls_ca = \"/x\"", &[], &["agent.tls_ca"]);
+}
