@@ -32,8 +32,18 @@ def alone(device: str, prompts: list[list[int]], params: Any = P, **settings: An
         return generate(engine, prompts, params)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("block", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("block", "dtype"),
+    [
+        (16, "float32"),
+        (64, "bfloat16"),
+        (128, "float32"),
+        *(
+            pytest.param(*rest, marks=pytest.mark.nightly)
+            for rest in ((32, "float32"), (16, "bfloat16"), (128, "bfloat16"), (64, "float32"))
+        ),
+    ],
+)
 def test_a_second_engine_has_the_bits_and_counts_of_the_first(block: int, dtype: str, device: str) -> None:
     """Prompts of lengths around every kind of boundary, then what follows them; in other chunks, with and without overlap."""
     settings = {"block_size": block, "dtype": dtype, "kv_prefetch_min_tokens": 1}

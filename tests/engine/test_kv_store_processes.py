@@ -15,7 +15,7 @@ import pytest
 
 import api_kit
 from cli.running import environment
-from deepinfer import LLM, AsyncLLM, PrefillDecodePair, RequestOutput, SamplingParams
+from deepinfer import LLM, AsyncLLM, PrefillDecodePair, RequestOutput, SamplingParams, _core
 from deepinfer.errors import ConfigError, DeepInferError
 from engine_kit import random_prompts
 from process_kit import Run, event_loop, gone
@@ -122,6 +122,8 @@ def test_the_prompt_engine_of_a_pair_has_the_store(run: Run[Any], device: str, t
         ({"kv_store": "dir:/x", "engine_type": "completion"}, "prompt engine"),
         ({"kv_store": "tcp://h:1", "kv_store_gib": 1}, "size of its own"),
         ({"kv_store_gib": 1}, "set kv_store"),
+        ({"kv_store": "dir:/x", "kv_store_tls_ca": "ca.pem"}, "tcp://HOST:PORT"),
+        ({"kv_store": "tcp://h:1", "kv_store_tls_name": "h"}, "leave them out"),
         ({"kv_store": "dir:/x", "kv_store_gib": 0}, "above 0"),
         ({"kv_store_tenant": "a b"}, "letters, digits"),
         ({"kv_store_token": ""}, "kv_store_token"),
@@ -140,6 +142,36 @@ def test_a_store_that_cannot_be_opened_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(DeepInferError, match="file"):
         LLM(api_kit.tiny_model(), kv_store=f"dir:{tmp_path / 'file'}", **SETTINGS)
+
+
+def test_engines_find_what_others_stored_behind_a_server(device: str, tmp_path: Path) -> None:
+    """Their own tenant's only, and with the secret that the server asks for."""
+    secret = "a secret of many words"
+    for role in ("check", "get", "put", "admin"):
+        (tmp_path / role).write_text(secret)
+    (tmp_path / "settings.toml").write_text(
+        f"root = '{tmp_path / 'root'}'\nlisten = ['127.0.0.1:0']\nmetrics = 'off'\n[tokens]\n"
+        + "".join(f"{role}_file = '{tmp_path / role}'\n" for role in ("check", "get", "put", "admin"))
+    )
+    server = _core.KvServer(tmp_path / "settings.toml")
+    try:
+        settings = {**SETTINGS, "device": device, "kv_store": f"tcp://{server.describe()['addresses'][0].removeprefix('tcp://')}"}
+        right = None
+        for tenant, token, found in (
+            ("a", secret, False),
+            ("a", secret, True),
+            ("b", secret, False),
+            ("a", "another secret of words", False),
+        ):
+            with LLM(api_kit.tiny_model(), kv_store_tenant=tenant, kv_store_token=token, **settings) as llm:
+                made = llm.generate(PROMPTS, P)
+                assert right in (None, [said(o) for o in made])
+                right = [said(o) for o in made]
+                assert [o.num_cached_tokens for o in made] == [hit(n, n + 7, 16) * found for n in LENGTHS], (tenant, token)
+                assert llm.engine._store is not None and llm.engine._store.settle(20)
+                assert (llm.metrics().store["saved"] > 0) is (token == secret and not found)
+    finally:
+        server.drain()
 
 
 def test_a_server_that_is_away_is_misses(device: str) -> None:

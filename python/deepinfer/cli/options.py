@@ -79,6 +79,8 @@ ENGINE_OPTIONS = (
     Option("enable_prefix_caching", "reuse KV of prompts that begin alike (default: on)"),
     Option("kv_store", "keep such KV beyond the process: dir:PATH, tcp://HOST:PORT[,...], unix:PATH or agent:PATH", str, metavar="ADDRESS"),
     Option("kv_store_tenant", "who shares it: engines that give the same name", str, metavar="NAME"),
+    Option("kv_store_tls_ca", "authority of a tcp:// store's certificate; without it there is no TLS", str, metavar="FILE"),
+    Option("kv_store_tls_name", "whom that certificate is for (default: the address's host)", str, metavar="NAME"),
     Option("kv_store_gib", "most that a store of dir:PATH holds, in GiB", float),
     Option("kv_store_write", "store what is complete, or after each step (default: on_finish)", str, ("on_finish", "write_through")),
     Option("kv_prefetch", "whether a request waits for KV from the store (default: timeout)", str, ("best_effort", "wait", "timeout")),

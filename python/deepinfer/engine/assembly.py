@@ -217,9 +217,10 @@ class Assembly:
         stored = slices.tier if slices is not None and isinstance(slices.tier, StoredSlices) else None
         if stored is not None and not self.store.keeps_slices:
             stored = None
-        owned, sizes = self.config.kv_store is not None, (self.plan.num_blocks, self.plan.max_model_len)
+        owned = self.config.kv_store is not None
+        sizes = (self.plan.num_blocks, self.plan.max_model_len, self.run.max_num_seqs)
         near, size = (None, 0) if stored is None else (stored.near, self.slices.slice_bytes)
-        made = StoreTraffic(core, runner, hooks, self.store, self.tier, owned, bell, *sizes, near, size, whose)
+        made = StoreTraffic(core, runner, hooks, self.store, self.tier, owned, bell, sizes, near, size, whose)
         if stored is not None:
             stored.offered = made.offer_slice
         return made

@@ -81,6 +81,8 @@ class EngineConfig:
             A store that fails costs time, never a request.
         kv_store_tenant: who shares such KV with whom: engines of one tenant.
         kv_store_token: secret of the roles that a store asks for; ``None`` = ``DEEPINFER_KV_STORE_TOKEN``.
+        kv_store_tls_ca: file of the authority (PEM) that a store of ``tcp://`` has its certificate from; ``None`` = no TLS.
+            ``kv_store_tls_name``: whom it is for; ``None`` = the address's host.
         kv_store_gib: most that a store of ``dir:PATH`` holds; ``None`` = its default.
         kv_store_write: ``on_finish`` stores what prompts and requests have completed, ``write_through`` after each step.
         kv_prefetch: ``wait`` lets a request wait for KV that the store has, ``timeout`` for at most ``kv_prefetch_timeout`` seconds, which
@@ -149,6 +151,8 @@ class EngineConfig:
     kv_store: str | None = None
     kv_store_tenant: str = ""
     kv_store_token: str | None = field(default=None, repr=False)
+    kv_store_tls_ca: str | None = None
+    kv_store_tls_name: str | None = None
     kv_store_gib: float | None = None
     kv_store_write: StoreWrite = "on_finish"
     kv_prefetch: Prefetch = "timeout"
@@ -271,6 +275,9 @@ class EngineConfig:
                 raise ConfigError(f"kv_store_gib sizes a store of dir:PATH, and {where!r} has a size of its own; leave kv_store_gib out")
         elif self.kv_store_gib is not None:
             raise ConfigError("kv_store_gib sizes a store of dir:PATH; set kv_store, or leave kv_store_gib out")
+        ca, name = self.kv_store_tls_ca, self.kv_store_tls_name
+        if (ca is not None and not str(where).startswith("tcp:")) or (name is not None and ca is None):
+            raise ConfigError("kv_store_tls_ca is for a kv_store of tcp://HOST:PORT, kv_store_tls_name for one with it; leave them out")
         tenant, token = self.kv_store_tenant, self.kv_store_token
         if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant):
             raise ConfigError(f"kv_store_tenant must be at most 64 letters, digits, dots, dashes and underscores, got {tenant!r}")

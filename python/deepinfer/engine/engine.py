@@ -255,6 +255,13 @@ class Engine(EngineHooks):
             seconds = min(seconds, max(lease - time.monotonic_ns(), 0) / 1e9)
         return self._bell.fd, seconds
 
+    def tend(self) -> tuple[int, float] | None:
+        """While there is nothing to step for: moves on what is still to be stored. Gives a descriptor that becomes readable when there is
+        more to do, and the seconds after which to look anyway; ``None`` when nothing is left."""
+        if self._closed or self._forked or self.fault is not None or self._store is None or not self._store.tend():
+            return None
+        return self._bell.fd, 1.0
+
     # Steps
 
     def step(self) -> list[SequenceDelta]:

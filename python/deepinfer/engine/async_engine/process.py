@@ -91,7 +91,8 @@ class EngineLoop:
                     self.send(wire.Beat())
                 self._flush()
             else:
-                self._wait()
+                tend = getattr(engine, "tend", None)  # of an engine that keeps something beyond itself
+                self._wait(*(tend() or ()) if tend is not None else ())
 
     def _obey(self, engine: EngineLike, command: Any) -> None:
         match command:

@@ -102,6 +102,8 @@ def open_tier(config: EngineConfig, layout: KvLayout) -> BlockTier:
         block_tokens=layout.block_tokens,
         first_stays=layout.identity.get("hit policy") == "replay",
         tokens=roles,
+        tls_ca=config.kv_store_tls_ca,
+        tls_name=config.kv_store_tls_name,
         **sizes,
     )
     return tier

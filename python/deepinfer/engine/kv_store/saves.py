@@ -3,8 +3,8 @@
 Owns: from the core's word that a chain is complete to the store having it, or not. Never touches: what is fetched, which chains.
 
 Pages are copied to host memory behind the step that wrote them, and put from there by one thread, so that objects come after their parents
-and slices after their blocks. The core holds a chain's blocks meanwhile; where the store takes them more slowly than they come, chains are
-given up, so that what is held stays bounded.
+and slices after their blocks. The core holds a chain's blocks meanwhile. Where requests lack them because the store takes chains more
+slowly than they come, the oldest are given up.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Saves:
         tier: put to by a thread.
         form: of objects.
         buffers: host memory for objects on their way.
-        most_blocks: blocks that may wait for a buffer before chains are given up.
+        blocks: the pool's; ``max_num_seqs``: most that run.
         counters: kept up to date.
         bell: rung when something has been put.
         fault: told of errors.
@@ -81,14 +81,16 @@ class Saves:
         tier: BlockTier,
         form: ObjectForm,
         buffers: Buffers,
-        most_blocks: int,
+        blocks: int,
+        max_num_seqs: int,
         counters: StoreCounters,
         bell: Bell,
         fault: Callable[[BaseException], None],
         whose: Callable[[int], tuple[str, TrafficClass]],
     ) -> None:
         self._core, self._hooks, self._tier, self._form, self._buffers = core, hooks, tier, form, buffers
-        self._most_blocks, self._counters, self._fault, self._whose = most_blocks, counters, fault, whose
+        self._most_held, self._max_num_seqs = blocks // 8, max_num_seqs
+        self._counters, self._fault, self._whose = counters, fault, whose
         self._mover: Mover[Callable[[object], None]] = Mover(1, bell)
         self._queue: deque[_Chain | _Slice] = deque()
         self._open: set[_Chain] = set()
@@ -123,7 +125,6 @@ class Saves:
                 self._hooks.do_save_kvcache(told)
             except Exception as e:
                 self._fault(e)
-        self._give_up_some()
 
     def _names_before(self, save: _core.ChainSave) -> bytes:
         """Names of the chain that a save goes on with.
@@ -151,6 +152,7 @@ class Saves:
         for take, result in self._mover.finished():
             take(result)
         self._send_on()
+        self._give_up_some()
 
     def _send_on(self) -> None:
         """Hands over what there are buffers for, in order."""
@@ -219,17 +221,26 @@ class Saves:
             self._core.end_save(chain.transfer, not chain.failed)
 
     def _give_up_some(self) -> None:
-        """Lets chains go that wait for buffers, the oldest first, so that they hold no more blocks than they may."""
+        """Lets chains go that wait for buffers, the oldest first, where others lack the blocks that they hold."""
+        if not self._queue or not self._is_short():
+            return
         waiting = [c for c in self._queue if isinstance(c, _Chain)]
         held = sum((c.count - c.sent) * self._form.blocks for c in waiting)
         for chain in waiting:
-            if held <= self._most_blocks:
+            if held <= self._most_held:
                 break
             held -= (chain.count - chain.sent) * self._form.blocks
             self._counters.dropped += chain.count - chain.sent
-            chain.failed = True
             self._queue.remove(chain)
-            self._look_whether_done(chain)
+            chain.failed = True
+            self._open.discard(chain)
+            self._core.end_save(chain.transfer, False)  # copies on their way read its pages ahead of whoever gets them
+
+    def _is_short(self) -> bool:
+        """Whether there are hardly any blocks left, or sequences wait though there are lanes for them."""
+        pool, stats = self._core.counts()["groups"][0], self._core.stats()
+        few = pool["free"] + pool["cached"] <= self._most_held
+        return few or (stats["waiting"] > 0 and stats["running"] < self._max_num_seqs)
 
     def close(self, seconds: float) -> None:
         """Lets the thread end what it was given, for so long at most."""

@@ -40,7 +40,7 @@ class StoreTraffic:
         plan: what holds.
         tier: closed with the traffic if ``owned``.
         bell: rung when there is something to be moved on.
-        blocks: the pool's; ``max_model_len``: tokens of the longest sequence.
+        sizes: blocks of the pool, tokens of the longest sequence, sequences of a step.
         slices: where fetched slices of states are put, of models that have such; ``slice_bytes``: of each.
         whose: request id and class of traffic of a handle, while its request has not ended.
     """
@@ -54,8 +54,7 @@ class StoreTraffic:
         tier: BlockTier,
         owned: bool,
         bell: Bell,
-        blocks: int,
-        max_model_len: int,
+        sizes: tuple[int, int, int],
         slices: SliceTier | None,
         slice_bytes: int,
         whose: Callable[[int], tuple[str, TrafficClass]],
@@ -63,11 +62,12 @@ class StoreTraffic:
         self._core, self._plan, self._tier, self._owned = core, plan, tier, owned
         self.counters = StoreCounters()
         self.last_fault: BaseException | None = None
+        blocks, max_model_len, max_num_seqs = sizes
         most = max(1, max_model_len // GRAIN)
         core.set_saves(plan.write, plan.form.blocks)
         self._fetches = Fetches(core, tier, plan, Buffers(runner, plan.form, most), slices, slice_bytes, self.counters, bell, self._fault)
         self._saves = Saves(
-            core, hooks, tier, plan.form, Buffers(runner, plan.form, most, 2), blocks // 8, self.counters, bell, self._fault, whose
+            core, hooks, tier, plan.form, Buffers(runner, plan.form, most, 2), blocks, max_num_seqs, self.counters, bell, self._fault, whose
         )
 
     def ask(self, length: int, prompt_logprobs: bool) -> int:
@@ -89,7 +89,6 @@ class StoreTraffic:
 
     def poll(self) -> None:
         """Moves fetches and saves on, ahead of the next plan."""
-        self._saves.take()
         self._saves.poll()
         self._fetches.poll(time.monotonic())
 
@@ -114,13 +113,17 @@ class StoreTraffic:
         """Seconds after which to look although nothing has rung."""
         return self._fetches.rest(time.monotonic())
 
+    def tend(self) -> bool:
+        """Moves on what is still to be put, where no plan comes; whether there is more."""
+        self._saves.take()
+        self._saves.poll()
+        return self._saves.busy
+
     def settle(self, seconds: float) -> bool:
         """Waits until nothing is left to be put; whether it is so. For the end of an engine, and for tests."""
         until = time.monotonic() + seconds
         while True:
-            self._saves.take()
-            self._saves.poll()
-            if not self._saves.busy:
+            if not self.tend():
                 return True
             if time.monotonic() >= until:
                 return False
