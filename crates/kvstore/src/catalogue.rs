@@ -41,8 +41,20 @@ pub const MAX_NAME: usize = 64;
 pub enum Bad {
     /// Its bytes lacked their checksum.
     Damaged = 1,
-    /// Somebody asked for its removal.
+    /// Somebody asked for the object's removal: no record of it up to this place counts.
     Removed = 2,
+    /// Another writer of the same name was faster; only this record does not count.
+    Stray = 3,
+}
+
+impl Bad {
+    fn from_byte(byte: u8) -> Self {
+        match byte {
+            2 => Self::Removed,
+            3 => Self::Stray,
+            _ => Self::Damaged,
+        }
+    }
 }
 
 /// A tenant.
@@ -271,8 +283,7 @@ impl Catalogue {
                 let (place, value) = row?;
                 let ((segment, offset), (kind, key, why, _)) = (place.value(), value.value());
                 let kind = if kind == Kind::Slice as u8 { Kind::Slice } else { Kind::Block };
-                let why = if why == Bad::Removed as u8 { Bad::Removed } else { Bad::Damaged };
-                found.push((Place { segment, offset }, ObjectId { kind, key: Key(key) }, why));
+                found.push((Place { segment, offset }, ObjectId { kind, key: Key(key) }, Bad::from_byte(why)));
             }
             Ok(found)
         })
@@ -303,13 +314,16 @@ impl Catalogue {
         })
     }
 
-    /// Forgets the bad records of a segment that is deleted.
+    /// Forgets the bad records of a segment that is deleted. A removal stays noted until no segment is left that is `oldest` or newer and may
+    /// hold an earlier record of the object.
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn remove_bad(&self, number: u32) -> Result<(), Error> {
+    pub fn remove_bad(&self, number: u32, oldest: u32) -> Result<(), Error> {
         self.change("forget bad records", Durability::Eventual, |change| {
-            change.open_table(BAD)?.retain_in((number, 0)..=(number, u32::MAX), |_, _| false)?;
+            let mut table = change.open_table(BAD)?;
+            table.retain_in((number, 0)..=(number, u32::MAX), |_, (_, _, why, _)| why == Bad::Removed as u8)?;
+            table.retain_in((0, 0)..(oldest, 0), |_, _| false)?;
             Ok(())
         })
     }
@@ -405,12 +419,18 @@ mod tests {
             catalogue.add_bad(&[(place(3, 1), id(6))], Bad::Removed, 1).unwrap();
             catalogue.add_segments(&[(1, 10), (2, 20)]).unwrap();
             catalogue.remove_segment(2).unwrap();
-            catalogue.remove_bad(2).unwrap();
+            catalogue.add_bad(&[(place(2, 7), id(5))], Bad::Removed, 1).unwrap();
+            catalogue.add_bad(&[(place(2, 8), id(4))], Bad::Stray, 1).unwrap();
+            catalogue.remove_bad(2, 1).unwrap();
             catalogue.set_time(55).unwrap();
         });
         with(&base, |catalogue| {
             let bad = catalogue.bad().unwrap();
-            assert_eq!(bad, [(place(1, 5), id(9), Bad::Damaged), (place(3, 1), id(6), Bad::Removed)]);
+            let removed = (place(3, 1), id(6), Bad::Removed);
+            let expected = [(place(1, 5), id(9), Bad::Damaged), (place(2, 7), id(5), Bad::Removed), removed];
+            assert_eq!(bad, expected);
+            catalogue.remove_bad(1, 3).unwrap();
+            assert_eq!(catalogue.bad().unwrap(), [removed]);
             assert_eq!(catalogue.segments().unwrap(), BTreeMap::from([(1, 10)]));
             assert_eq!(catalogue.time().unwrap(), Some(55));
         });

@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use deepinfer_kvstore::index::{Refused, Removed};
 use deepinfer_kvstore::media::Place;
-use deepinfer_kvstore::policy::{Lifetimes, PolicyKind, Retention, Scope};
+use deepinfer_kvstore::policy::{Lifetimes, PolicyKind, Retention, SLICE_HANDICAP, Scope};
 use deepinfer_kvstore::{Class, Key, Kind, Meta, ObjectId, TenantId};
 use proptest::prelude::*;
 
@@ -206,16 +206,55 @@ fn a_clock_that_goes_back_changes_no_order() {
 }
 
 #[test]
-fn slices_go_sooner_than_blocks_of_their_age() {
-    let mut kept = kept(PolicyKind::Lru);
-    put(&mut kept, &[1, 2], 0, Class::Chat, 114, 1000);
-    put(&mut kept, &[7, 8], 0, Class::Chat, 114, 1100);
-    slice(&mut kept, 8, 0, 1415, 1100);
-    let gone = evict(&mut kept, Scope::All, 1415, 1100);
-    assert_eq!(gone, [ObjectId { kind: Kind::Slice, key: key(8) }]);
-    slice(&mut kept, 8, 0, 1415, 1200);
-    let gone = evict(&mut kept, Scope::All, 10_000, 1200);
-    assert_eq!(gone.len(), 5, "a block takes its slice along");
+fn slices_go_sooner_than_blocks_under_every_policy() {
+    for kind in PolicyKind::ALL {
+        let mut kept = kept(kind);
+        // No larger than a block, and used later than all of them, if by less than the handicap.
+        put(&mut kept, &[1, 2], 0, Class::Chat, 114, 1000);
+        put(&mut kept, &[7, 8], 0, Class::Chat, 114, 1000 + SLICE_HANDICAP / 2);
+        slice(&mut kept, 8, 0, 114, 1000 + SLICE_HANDICAP - 1);
+        let slice_8 = ObjectId { kind: Kind::Slice, key: key(8) };
+        assert_eq!(evict(&mut kept, Scope::All, 114, 1600), [slice_8], "{kind:?}");
+        slice(&mut kept, 8, 0, 114, 1600);
+        let gone = evict(&mut kept, Scope::All, 10_000, 1600);
+        assert_eq!(gone.len(), 5, "{kind:?}: a block takes its slice along");
+        // And not before a block that nobody used for much longer.
+        put(&mut kept, &[1, 2], 0, Class::Chat, 114, 2000);
+        put(&mut kept, &[7, 8], 0, Class::Chat, 114, 2000 + 2 * SLICE_HANDICAP);
+        slice(&mut kept, 8, 0, 114, 2000 + 2 * SLICE_HANDICAP);
+        assert_eq!(evict(&mut kept, Scope::All, 228, 2000 + 2 * SLICE_HANDICAP), blocks(&[2, 1]), "{kind:?}");
+    }
+}
+
+#[test]
+fn other_times_to_live_hold_at_once() {
+    for kind in PolicyKind::ALL {
+        let mut kept = kept(kind);
+        put(&mut kept, &[1], 0, Class::Chat, 10, 1000);
+        put(&mut kept, &[2], 0, Class::Agent, 10, 1000);
+        kept.set_lifetimes(LIVES.with(Class::Chat, 1000).with(Class::Agent, 2));
+        let mut gone = Vec::new();
+        kept.expire(10, 1003, &mut |removed| gone.push(removed.entry.id));
+        assert_eq!(gone, blocks(&[2]), "{kind:?}");
+        kept.expire(10, 2000, &mut |removed| gone.push(removed.entry.id));
+        assert_eq!(gone.len(), 1, "{kind:?}");
+        kept.set_lifetimes(LIVES.with(Class::Chat, 10));
+        kept.expire(10, 2000, &mut |removed| gone.push(removed.entry.id));
+        assert_eq!(gone, blocks(&[2, 1]), "{kind:?}");
+    }
+}
+
+#[test]
+fn a_slice_lives_as_long_as_its_class() {
+    for kind in PolicyKind::ALL {
+        let mut kept = kept(kind);
+        kept.set_lifetimes(LIVES.with(Class::Chat, 1000));
+        put(&mut kept, &[1], 0, Class::Chat, 10, 5000);
+        slice(&mut kept, 1, 0, 10, 5000);
+        assert_eq!(kept.expire(10, 6000, &mut |_| ()), 0, "{kind:?}");
+        assert!(kept.expire(10, 6001, &mut |_| ()) > 0, "{kind:?}");
+        assert!(kept.index().is_empty(), "{kind:?}");
+    }
 }
 
 #[test]

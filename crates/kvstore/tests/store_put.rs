@@ -6,7 +6,7 @@ mod kit;
 use std::sync::atomic::Ordering;
 
 use deepinfer_kvstore::store::{Found, Got, Put, Rule, Started, Want};
-use deepinfer_kvstore::{Error, ObjectId, TenantId};
+use deepinfer_kvstore::{Error, Kind, ObjectId, TenantId};
 use kit::*;
 
 #[test]
@@ -144,6 +144,42 @@ fn the_first_write_stays() {
     assert!(has(&store, &object()));
     let counts = store.stats().counts;
     assert_eq!((counts.stored, counts.exists, counts.conflicts, counts.differs), (2, 3, 3, 1));
+}
+
+#[test]
+fn writers_that_race_with_other_bytes_end_as_they_were_answered() {
+    let kit = Kit::new();
+    kit.disk.slow.store(true, Ordering::Relaxed);
+    let store = kit.open();
+    let names = 60;
+    // Both find the name free while the other one's bytes are on their way to the disk.
+    let barrier = std::sync::Barrier::new(2);
+    let write = |other: bool| -> Vec<Put> {
+        let object = |number| if other { other_bytes(block(number, 0, 100)) } else { block(number, 0, 100) };
+        let one = |number| {
+            barrier.wait();
+            put(&store, &[object(number)]).remove(0)
+        };
+        (0..names).map(one).collect()
+    };
+    let (first, second) = std::thread::scope(|scope| {
+        let other = scope.spawn(|| write(true));
+        (write(false), other.join().unwrap())
+    });
+    let stored = |put: &Put| matches!(put, Put::Stored);
+    for (a, b) in first.iter().zip(&second) {
+        let one = matches!((a, b), (Put::Stored, Put::Conflict) | (Put::Conflict, Put::Stored));
+        assert!(one, "{a:?}, {b:?}");
+    }
+    drop(store);
+    let store = kit.open();
+    for (number, put) in (0..).zip(&first) {
+        let kept = if stored(put) { block(number, 0, 100) } else { other_bytes(block(number, 0, 100)) };
+        assert!(has(&store, &kept), "{number}");
+    }
+    // Twice as many records as names: they did race.
+    let place = store.place(Kind::Block, key(names - 1, 0)).unwrap();
+    assert!(u64::from(place.offset) * 64 > (names + names / 2) * 256, "{place:?}");
 }
 
 #[test]

@@ -367,6 +367,18 @@ impl Index {
         moved
     }
 
+    /// Another record of the same name, with other bytes, counts from now on.
+    pub(crate) fn replace(&mut self, slot: Slot, meta: &Meta, place: Place) {
+        let row = &mut self.slab[slot];
+        if row.state == State::Lost {
+            return;
+        }
+        let (tenant, kind, before) = (TenantId(row.tenant), row.kind(), row.len);
+        (row.place, row.len, row.checksum) = (place, meta.len, meta.checksum);
+        self.usages.sub(tenant, kind, before);
+        self.usages.add(tenant, kind, meta.len);
+    }
+
     /// Blocks of a chain that are present, from its first on. The answer is exact for a true chain, because what is present of one is a prefix
     /// of it; the link of the last entry is checked, so that a key of another chain does not count.
     pub fn longest(&self, keys: &[Key]) -> usize {

@@ -13,12 +13,12 @@ use crate::object::Meta;
 pub enum Added {
     /// It is in the index.
     Inserted(Slot),
-    /// It is a copy of one that was: the index points to the copy now, the place returned holds nothing that is needed.
+    /// There was one of that name: the index points to the one that lies further on, the place returned holds nothing that is needed.
     Moved(Place),
     /// It waits for its parent.
     Waiting,
-    /// Another record of that name, with other bytes, came first. Its place holds nothing that is needed.
-    Conflict,
+    /// It fits nowhere. Its place holds nothing that is needed.
+    Unfit,
 }
 
 /// Records waiting for their parents while an index is filled.
@@ -55,11 +55,11 @@ impl Recovery {
                 each(slot, &meta);
                 Added::Inserted(slot)
             }
-            Err(Refused::Exists(slot)) => {
+            // What lies further on was written later: a copy, or what was written again after an eviction.
+            Err(Refused::Exists(slot) | Refused::Conflict(slot)) => {
                 let from = index.slab[slot].place;
-                // The records that waited come late: of two copies the one that lies further on stays.
-                if (place.segment, place.offset) > (from.segment, from.offset) {
-                    index.relocate(meta.id, from, place);
+                if place > from {
+                    index.replace(slot, &meta, place);
                     return Added::Moved(from);
                 }
                 Added::Moved(place)
@@ -69,7 +69,7 @@ impl Recovery {
                 self.waiting.entry(parent).or_default().push((meta, place));
                 Added::Waiting
             }
-            Err(Refused::Conflict(_) | Refused::BadParent | Refused::Full) => Added::Conflict,
+            Err(Refused::BadParent | Refused::Full) => Added::Unfit,
         }
     }
 

@@ -18,8 +18,8 @@ use crate::object::Meta;
 /// Offsets are in units of this many bytes, at which every record begins.
 pub const ALIGN: u64 = 64;
 
-/// Where a record lies: 8 bytes in the index.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// Where a record lies: 8 bytes in the index. What was appended later is greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Place {
     /// Number of the segment, from 1, never given twice.
     pub segment: u32,

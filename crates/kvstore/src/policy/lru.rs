@@ -3,10 +3,6 @@
 use super::queue::Queue;
 use super::{Entries, Facts, Policy, Scope, Why};
 use crate::index::Slot;
-use crate::key::Kind;
-
-/// A slice goes as if it had last been used this much earlier, seconds: it is many times a block's size and is made again in a second.
-pub const SLICE_HANDICAP: u32 = 600;
 
 /// The entry whose last touch lies furthest back goes first.
 #[derive(Debug, Default)]
@@ -21,9 +17,8 @@ impl Lru {
     }
 
     fn put(&mut self, slot: Slot, facts: &Facts, now: u32) {
-        let handicap = if facts.kind == Kind::Slice { SLICE_HANDICAP } else { 0 };
         self.queue.park(slot, facts);
-        self.queue.push(slot, facts, now.saturating_sub(handicap));
+        self.queue.push(slot, facts, now);
     }
 }
 

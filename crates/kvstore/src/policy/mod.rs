@@ -4,6 +4,7 @@
 //! Never touches: bytes of objects, disks, clocks (every call is told the time, in seconds).
 //!
 //! Every policy evicts leaves only; it meets entries with children in its order and sets them aside until their last child is gone.
+//! Slices go sooner than blocks under each: whoever asks a policy tells it that a slice was used [`SLICE_HANDICAP`] earlier than it was.
 
 mod ghosts;
 mod lru;
@@ -15,7 +16,7 @@ mod ttl;
 
 pub use lru::Lru;
 pub use marginal::{HalfLives, MarginalHit};
-pub use retention::{Inserted, Retention};
+pub use retention::{Inserted, Retention, SLICE_HANDICAP};
 pub use ttl::{Lifetimes, Ttl};
 
 use crate::index::{Entry, Slot};
@@ -109,6 +110,8 @@ pub trait Policy: Send + Sync {
     fn expired(&mut self, _now: u32, _entries: &dyn Entries) -> Option<Slot> {
         None
     }
+    /// Other times to live hold from now on.
+    fn set_lifetimes(&mut self, _lifetimes: Lifetimes) {}
     /// Bytes it holds.
     fn memory(&self) -> usize;
 }

@@ -8,6 +8,18 @@ use crate::key::{Key, Kind, ObjectId};
 use crate::media::Place;
 use crate::object::{Meta, TenantId};
 
+/// A slice goes as if it had last been used this much earlier than it was, seconds, under every policy: it is many times a block's size and is
+/// made again in a second.
+pub const SLICE_HANDICAP: u32 = 600;
+
+/// When the policy is told that an entry was used.
+fn told(facts: &Facts, when: u32) -> u32 {
+    match facts.kind {
+        Kind::Block => when,
+        Kind::Slice => when.saturating_sub(SLICE_HANDICAP),
+    }
+}
+
 /// What became of an object of a batch.
 pub type Inserted = Result<Slot, Refused>;
 
@@ -61,7 +73,7 @@ impl Retention {
         for &slot in done.iter().rev().flatten() {
             self.index.touch(slot, now);
             if let Some(facts) = self.index.facts(slot) {
-                self.policy.inserted(slot, &facts, now);
+                self.policy.inserted(slot, &facts, told(&facts, now));
             }
         }
         done
@@ -74,8 +86,16 @@ impl Retention {
         let added = recovery.add(&mut self.index, meta, place, &mut |slot, _| fresh.push(slot));
         for slot in fresh {
             if let Some(facts) = self.index.facts(slot) {
-                self.policy.inserted(slot, &facts, facts.touched);
+                self.policy.inserted(slot, &facts, told(&facts, facts.touched));
             }
+        }
+        // The copy says when it was last used.
+        if let (Added::Moved(_), Some(slot)) = (added, self.index.find(meta.id))
+            && let Some(facts) = self.index.facts(slot)
+            && facts.touched < meta.written
+        {
+            self.policy.touched(slot, &facts, told(&facts, meta.written));
+            self.index.touch(slot, meta.written);
         }
         added
     }
@@ -94,7 +114,8 @@ impl Retention {
     pub fn touch(&mut self, slot: Slot, now: u32) {
         let now = self.at(now);
         if let Some(entry) = self.index.entry(slot) {
-            self.policy.touched(slot, &Facts::from(&entry), now);
+            let facts = Facts::from(&entry);
+            self.policy.touched(slot, &facts, told(&facts, now));
             self.index.touch(slot, now);
         }
     }
@@ -118,6 +139,10 @@ impl Retention {
         let now = self.at(now);
         let mut gone = 0;
         while let Some(slot) = self.policy.expired(now, &self.index) {
+            // A slice that the policy takes for older than it is has time left; the look at all entries finds it when it has none.
+            if !self.index.entry(slot).is_some_and(|entry| self.is_over(&entry, now)) {
+                break;
+            }
             let Some(removed) = self.drop_leaf(slot, Why::Expired) else { break };
             each(&removed);
             gone += 1;
@@ -127,7 +152,7 @@ impl Retention {
             // A block frees its parent, which is as old or younger: follow it up.
             let mut next = self.index.slot(self.swept);
             while let Some((slot, entry)) = next.and_then(|slot| self.index.entry(slot).map(|entry| (slot, entry))) {
-                if entry.children > 0 || !self.lifetimes.is_over(entry.class, entry.touched, now) {
+                if entry.children > 0 || !self.is_over(&entry, now) {
                     break;
                 }
                 let Some(removed) = self.drop_leaf(slot, Why::Expired) else { break };
@@ -184,6 +209,22 @@ impl Retention {
             self.policy.uncovered(parent, &facts);
         }
         Some(removed)
+    }
+
+    /// Whether an object's time to live is over: it is a miss, swept or not.
+    pub fn is_over(&self, entry: &Entry, now: u32) -> bool {
+        self.lifetimes.is_over(entry.class, entry.touched, now)
+    }
+
+    /// The times to live.
+    pub fn lifetimes(&self) -> Lifetimes {
+        self.lifetimes
+    }
+
+    /// Other times to live hold from now on, for what is there too.
+    pub fn set_lifetimes(&mut self, lifetimes: Lifetimes) {
+        self.lifetimes = lifetimes;
+        self.policy.set_lifetimes(lifetimes);
     }
 
     /// Sets or lifts a tenant's bound of bytes. What it has above the bound goes with its next write.

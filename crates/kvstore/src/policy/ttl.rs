@@ -34,6 +34,17 @@ impl Lifetimes {
         }
     }
 
+    /// The same with another one for a class.
+    #[must_use]
+    pub fn with(mut self, class: Class, seconds: u32) -> Self {
+        match class {
+            Class::Chat => self.chat = seconds,
+            Class::Agent => self.agent = seconds,
+            Class::Other => self.other = seconds,
+        }
+        self
+    }
+
     /// Whether an object last touched at `touched` has no time left.
     pub fn is_over(self, class: Class, touched: u32, now: u32) -> bool {
         now.saturating_sub(touched) > self.of(class)
@@ -55,7 +66,17 @@ impl Ttl {
 
     fn put(&mut self, slot: Slot, facts: &Facts, now: u32) {
         self.queue.park(slot, facts);
-        self.queue.push(slot, facts, now.saturating_add(self.lifetimes.of(facts.class)));
+        self.queue.push(slot, facts, now);
+    }
+
+    // The order within a class is that of the last touches, so that other times to live move nothing.
+    fn first(&mut self, scope: Scope, entries: &dyn Entries) -> Option<(u64, Slot)> {
+        let ends = |class: Class, touched: u32| u64::from(touched) + u64::from(self.lifetimes.of(class));
+        let firsts = Class::ALL.into_iter().filter_map(|class| {
+            let (touched, slot) = self.queue.first_leaf(class, scope, entries)?;
+            Some((ends(class, touched), slot))
+        });
+        firsts.min_by_key(|&(end, _)| end)
     }
 }
 
@@ -77,11 +98,15 @@ impl Policy for Ttl {
     }
 
     fn victim(&mut self, scope: Scope, _now: u32, entries: &dyn Entries) -> Option<Slot> {
-        self.queue.lowest_leaf(scope, entries).map(|(_, slot)| slot)
+        self.first(scope, entries).map(|(_, slot)| slot)
     }
 
     fn expired(&mut self, now: u32, entries: &dyn Entries) -> Option<Slot> {
-        self.queue.lowest_leaf(Scope::All, entries).filter(|&(expires, _)| expires < now).map(|(_, slot)| slot)
+        self.first(Scope::All, entries).filter(|&(end, _)| end < u64::from(now)).map(|(_, slot)| slot)
+    }
+
+    fn set_lifetimes(&mut self, lifetimes: Lifetimes) {
+        self.lifetimes = lifetimes;
     }
 
     fn memory(&self) -> usize {

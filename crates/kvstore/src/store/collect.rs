@@ -8,9 +8,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
+use super::Store;
 use super::get::meta_of;
 use super::stats::{add, longest};
-use super::{Kept, Store};
 use crate::error::Error;
 use crate::index::Entry;
 use crate::key::{Key, Kind, ObjectId};
@@ -40,7 +40,7 @@ struct Job {
 }
 
 impl Store {
-    fn collection(&self) -> MutexGuard<'_, Collection> {
+    pub(super) fn collection(&self) -> MutexGuard<'_, Collection> {
         self.collection.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -111,7 +111,8 @@ impl Store {
             // Forgotten first: a segment that is listed and gone would count as lost at the next open.
             self.catalogue.remove_segment(number)?;
             self.media.delete(number)?;
-            self.catalogue.remove_bad(number)?;
+            let oldest = self.media.segments().first().map_or(number + 1, |&(oldest, _)| oldest);
+            self.catalogue.remove_bad(number, oldest)?;
             settled.retain(|&(there, _)| there != number);
             add(&self.counters.segments_deleted, 1);
         }
@@ -227,15 +228,20 @@ impl Store {
         if let Ok(places) = &places {
             let begun = Instant::now();
             let mut kept = self.kept_mut();
-            let Kept { retention, live } = &mut *kept;
+            let mut strays = Vec::new();
             for (&(meta, from, _), &to) in whole.iter().zip(places) {
-                if retention.relocate(meta.id, from, to) {
-                    live.sub(from, meta.len);
-                    live.add(to, meta.len);
+                if kept.retention.relocate(meta.id, from, to) {
+                    kept.live.sub(from, meta.len);
+                    kept.live.add(to, meta.len);
                     add(&self.counters.copied_bytes, u64::from(meta.len));
+                } else {
+                    // Evicted meanwhile, and maybe written again, before the copy even, with its entry still to come.
+                    let gone = kept.retention.index().find(meta.id).is_none();
+                    strays.extend((gone || kept.is_stray(&meta, to)).then_some((to, meta.id)));
                 }
             }
             drop(kept);
+            self.note_strays(&strays);
             longest(&self.counters.collect_pause_us, begun.elapsed());
         }
         self.tickets().give_back(ticket);
@@ -244,6 +250,8 @@ impl Store {
 
     /// Lists sealed segments in the catalogue.
     pub(super) fn note_segments(&self) -> Result<(), Error> {
+        // None of them is deleted between the look and the note: it would count as lost at the next open.
+        let _collection = self.collection();
         self.catalogue.add_segments(&self.media.segments())
     }
 

@@ -85,7 +85,7 @@ impl Store {
                 index
                     .find(id)
                     .and_then(|slot| index.entry(slot))
-                    .is_some_and(|entry| may_see(tenant, entry.tenant) && !self.is_over(&entry, now))
+                    .is_some_and(|entry| may_see(tenant, entry.tenant) && !kept.retention.is_over(&entry, now))
             };
             while blocks > 0 && !visible(blocks - 1) {
                 blocks -= 1;
@@ -130,12 +130,12 @@ impl Store {
     /// Length of an object that can be read.
     pub fn length(&self, tenant: TenantId, id: ObjectId) -> Option<u32> {
         let now = self.now();
-        self.readable(&self.kept(), tenant, id, now).map(|entry| entry.len)
+        Self::readable(&self.kept(), tenant, id, now).map(|entry| entry.len)
     }
 
-    fn readable(&self, kept: &Kept, tenant: TenantId, id: ObjectId, now: u32) -> Option<Entry> {
+    fn readable(kept: &Kept, tenant: TenantId, id: ObjectId, now: u32) -> Option<Entry> {
         let (_, entry) = kept.retention.get(id)?;
-        (may_see(tenant, entry.tenant) && !self.is_over(&entry, now)).then_some(entry)
+        (may_see(tenant, entry.tenant) && !kept.retention.is_over(&entry, now)).then_some(entry)
     }
 
     /// Reads ranges. Each has an answer of its own.
@@ -147,7 +147,7 @@ impl Store {
         for _ in 0..TRIES {
             let entries: Vec<Option<Entry>> = {
                 let kept = self.kept();
-                open.iter().map(|&at| self.readable(&kept, tenant, wants[at].id, now)).collect()
+                open.iter().map(|&at| Self::readable(&kept, tenant, wants[at].id, now)).collect()
             };
             // Only what lies elsewhere than at the last try is worth another.
             let next: Vec<(usize, Entry)> = open
@@ -234,6 +234,8 @@ impl Store {
     /// [`Error::Io`] where that could not be noted; they are out of sight until the next open all the same.
     pub fn remove(&self, ids: &[ObjectId]) -> Result<usize, Error> {
         let mut gone: Vec<(Place, ObjectId)> = Vec::new();
+        // No copy is on its way meanwhile, which would lie behind what is noted.
+        let collection = self.collection();
         {
             let mut kept = self.kept_mut();
             let Kept { retention, live } = &mut *kept;
@@ -250,6 +252,7 @@ impl Store {
         if !gone.is_empty() {
             self.catalogue.add_bad(&gone, Bad::Removed, self.now())?;
         }
+        drop(collection);
         Ok(gone.len())
     }
 }

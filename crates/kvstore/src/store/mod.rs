@@ -27,19 +27,21 @@ pub use scrub::Scrubbed;
 pub use stats::{Counts, Stats};
 pub use upkeep::{Tended, Upkeep};
 
-use crate::catalogue::{Catalogue, Tenant};
+use crate::catalogue::{Bad, Catalogue, Tenant};
 use crate::clock::{Clock, StoreTime, SystemClock};
 use crate::error::Error;
 use crate::index::Removed;
-use crate::media::{Media, Repaired, Shards};
-use crate::object::{Class, TenantId};
-use crate::policy::{Lifetimes, PolicyKind, Retention};
+use crate::key::ObjectId;
+use crate::media::{Media, Place, Repaired, Shards};
+use crate::object::{Class, Meta, TenantId};
+use crate::policy::{Lifetimes, Policy, PolicyKind, Retention};
 use crate::record::span;
 use crate::root::Root;
 use collect::Collection;
 use get::Touches;
 use live::{Live, Tickets};
 use pending::Pending;
+use put::same;
 use stats::{Counters, add};
 
 /// Sizes and bounds of a store.
@@ -105,12 +107,29 @@ struct Kept {
     live: Live,
 }
 
+impl Kept {
+    /// A record of an object that is present was appended behind the one that counts, and would count after a restart: with the same bytes it does
+    /// from now on. With others it is a stray to be noted.
+    fn is_stray(&mut self, meta: &Meta, place: Place) -> bool {
+        let Some((_, entry)) = self.retention.get(meta.id).filter(|(_, entry)| entry.place < place) else {
+            return false;
+        };
+        if !same(&entry, meta) {
+            return true;
+        }
+        if self.retention.relocate(meta.id, entry.place, place) {
+            self.live.sub(entry.place, entry.len);
+            self.live.add(place, entry.len);
+        }
+        false
+    }
+}
+
 /// A store. All calls are safe from any thread.
 pub struct Store {
     media: Arc<dyn Media>,
     catalogue: Catalogue,
     config: StoreConfig,
-    lifetimes: Lifetimes,
     clock: Arc<dyn Clock>,
     time: StoreTime,
     kept: RwLock<Kept>,
@@ -145,10 +164,26 @@ impl Store {
         config: StoreConfig,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, Error> {
+        let policy = config.policy.build(config.lifetimes);
+        Self::open_with(root, media, config, clock, policy)
+    }
+
+    /// The same with an order of eviction of the caller's own, which thereby hears of every entry that comes and goes, before anybody can tell.
+    ///
+    /// # Errors
+    /// As [`Store::open`].
+    pub fn open_with(
+        root: Root,
+        media: Arc<dyn Media>,
+        config: StoreConfig,
+        clock: Arc<dyn Clock>,
+        policy: Box<dyn Policy>,
+    ) -> Result<Self, Error> {
         config.check()?;
         let catalogue = Catalogue::open(&root)?;
         let lifetimes = lifetimes(&catalogue, config.lifetimes)?;
-        let mut retention = Retention::new(config.policy.build(lifetimes), lifetimes);
+        let mut retention = Retention::new(policy, lifetimes);
+        retention.set_lifetimes(lifetimes);
         for tenant in catalogue.tenants()?.into_values() {
             retention.set_quota(tenant.id, tenant.quota);
         }
@@ -159,7 +194,6 @@ impl Store {
         let store = Self {
             media,
             catalogue,
-            lifetimes,
             clock,
             time,
             kept: RwLock::new(kept),
@@ -270,12 +304,16 @@ impl Store {
         Ok(tenant)
     }
 
-    /// Sets the time to live of a class. It holds from the next open on.
+    /// Sets the time to live of a class. It holds at once, for what is there too: what is older is a miss from now on.
     ///
     /// # Errors
     /// [`Error::Io`].
     pub fn set_lifetime(&self, class: Class, seconds: u32) -> Result<(), Error> {
-        self.catalogue.set_lifetime(class, seconds)
+        self.catalogue.set_lifetime(class, seconds)?;
+        let mut kept = self.kept_mut();
+        let lifetimes = kept.retention.lifetimes().with(class, seconds);
+        kept.retention.set_lifetimes(lifetimes);
+        Ok(())
     }
 
     /// Counters and sizes.
@@ -343,6 +381,15 @@ impl Store {
             return Err(Error::Unavailable("the store is closing".to_owned()));
         }
         Ok(())
+    }
+}
+
+impl Store {
+    /// Notes later records of names that another writer was faster with, so that none of them counts after a restart.
+    fn note_strays(&self, strays: &[(Place, ObjectId)]) {
+        if !strays.is_empty() && self.catalogue.add_bad(strays, Bad::Stray, self.now()).is_err() {
+            add(&self.counters.write_errors, 1);
+        }
     }
 }
 

@@ -118,7 +118,7 @@ impl Store {
         let mut kept = self.kept_mut();
         let Kept { retention, live } = &mut *kept;
         if let Some((slot, entry)) = retention.get(meta.id) {
-            if self.is_over(&entry, now) && !same(&entry, meta) {
+            if retention.is_over(&entry, now) && !same(&entry, meta) {
                 // Nobody can read it any more: it makes way, if nothing depends on it.
                 if let Some(removed) = retention.remove(slot) {
                     live.drop_removed(&removed);
@@ -215,22 +215,25 @@ impl Store {
                 return self.fail(group, &error, done);
             }
         };
-        let Kept { retention, live } = &mut *kept;
         let objects: Vec<(Meta, Place)> = metas.iter().copied().zip(places).collect();
-        let inserted = retention.insert(&objects, now);
+        let inserted = kept.retention.insert(&objects, now);
         for slot in held {
-            retention.release(slot);
+            kept.retention.release(slot);
         }
+        let mut strays = Vec::new();
         for ((&at, result), &(meta, place)) in group.iter().zip(inserted).zip(&objects) {
             let put = match result {
                 Ok(_) => {
-                    live.add(place, meta.len);
+                    kept.live.add(place, meta.len);
                     add(&self.counters.stored_bytes, u64::from(meta.len));
                     self.count(Put::Stored)
                 }
                 // Another one was faster; these bytes are garbage from their first moment.
-                Err(Refused::Exists(slot) | Refused::Conflict(slot)) => match retention.index().entry(slot) {
-                    Some(entry) => self.present(&entry, &meta, rule),
+                Err(Refused::Exists(slot) | Refused::Conflict(slot)) => match kept.retention.index().entry(slot) {
+                    Some(entry) => {
+                        strays.extend(kept.is_stray(&meta, place).then_some((place, meta.id)));
+                        self.present(&entry, &meta, rule)
+                    }
                     None => self.count(Put::NoParent),
                 },
                 Err(Refused::NoParent | Refused::BadParent) => self.count(Put::NoParent),
@@ -241,6 +244,7 @@ impl Store {
             done[at] = Some(put);
         }
         drop(kept);
+        self.note_strays(&strays);
         self.appended.fetch_add(metas.iter().map(|meta| span(meta.len)).sum(), Ordering::Relaxed);
     }
 
@@ -312,11 +316,6 @@ impl Store {
         }
         Ok(())
     }
-
-    /// Whether an object's time to live is over: it is a miss, swept or not.
-    pub(super) fn is_over(&self, entry: &Entry, now: u32) -> bool {
-        self.lifetimes.is_over(entry.class, entry.touched, now)
-    }
 }
 
 /// Room promised to a group on its way, and what is kept for it.
@@ -342,7 +341,7 @@ impl Promise {
     }
 }
 
-fn same(entry: &Entry, meta: &Meta) -> bool {
+pub(super) fn same(entry: &Entry, meta: &Meta) -> bool {
     entry.len == meta.len && entry.checksum == meta.checksum
 }
 

@@ -17,8 +17,15 @@ pub(super) struct Rebuilt {
 }
 
 pub(super) fn rebuild(media: &dyn Media, catalogue: &Catalogue, kept: &mut Kept) -> Result<Rebuilt, Error> {
-    let bad: HashMap<(u32, u32), Bad> =
-        catalogue.bad()?.into_iter().map(|(place, _, why)| ((place.segment, place.offset), why)).collect();
+    let (mut bad, mut removed) = (HashMap::new(), HashMap::new());
+    for (place, id, why) in catalogue.bad()? {
+        if why == Bad::Removed {
+            // In order: the last removal of an object stays.
+            removed.insert(id, place);
+        } else {
+            bad.insert(place, why);
+        }
+    }
     let retention = &mut kept.retention;
     let mut recovery = Recovery::new();
     let mut damaged: Vec<(Place, Meta)> = Vec::new();
@@ -26,17 +33,22 @@ pub(super) fn rebuild(media: &dyn Media, catalogue: &Catalogue, kept: &mut Kept)
     media.recover(&mut |place, meta| {
         newest = newest.max(meta.written);
         tenant = tenant.max(meta.tenant);
-        match bad.get(&(place.segment, place.offset)) {
+        if removed.get(&meta.id).is_some_and(|&last| place <= last) {
+            return;
+        }
+        match bad.get(&place) {
             None => {
                 retention.recover(&mut recovery, meta, place);
             }
             Some(Bad::Damaged) => damaged.push((place, meta)),
-            Some(Bad::Removed) => {}
+            Some(_) => {}
         }
     })?;
-    // A damaged block stays as a link of its chain, so that its children are still led to, and as a miss. A whole record of the same name went before.
+    // A damaged block stays as a link of its chain, so that its children are still led to, and as a miss: unless there is a whole record of it.
     for &(place, meta) in &damaged {
-        retention.recover(&mut recovery, meta, place);
+        if retention.index().find(meta.id).is_none() {
+            retention.recover(&mut recovery, meta, place);
+        }
     }
     for &(place, meta) in damaged.iter().rev() {
         if let Some((slot, entry)) = retention.get(meta.id)
@@ -61,7 +73,7 @@ fn compare(media: &dyn Media, catalogue: &Catalogue) -> Result<u64, Error> {
     for number in catalogue.segments()?.into_keys().filter(|number| !there.contains_key(number)) {
         missing += 1;
         catalogue.remove_segment(number)?;
-        catalogue.remove_bad(number)?;
+        catalogue.remove_bad(number, there.keys().next().copied().unwrap_or(0))?;
     }
     catalogue.add_segments(&there.into_iter().collect::<Vec<_>>())?;
     Ok(missing)

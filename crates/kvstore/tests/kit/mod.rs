@@ -10,19 +10,21 @@ use std::time::Duration;
 
 use deepinfer_kvstore::checksum::checksum;
 use deepinfer_kvstore::clock::Clock;
+use deepinfer_kvstore::index::Slot;
 use deepinfer_kvstore::media::Record;
 use deepinfer_kvstore::media::local::io::{Io, System};
 use deepinfer_kvstore::media::local::{Local, LocalConfig};
-use deepinfer_kvstore::policy::PolicyKind;
+use deepinfer_kvstore::policy::{Entries, Facts, Lifetimes, Policy, PolicyKind, SLICE_HANDICAP, Scope, Why};
 use deepinfer_kvstore::root::Root;
 use deepinfer_kvstore::store::{Got, Put, Rule, Store, StoreConfig, Want};
 use deepinfer_kvstore::{Class, Key, Kind, Meta, ObjectId, TenantId};
 
 pub const TENANT: TenantId = TenantId(1);
 
-/// Syncs at once; full when told.
+/// Syncs at once, or in a millisecond; full when told.
 #[derive(Default)]
 pub struct Disk {
+    pub slow: AtomicBool,
     pub full: AtomicBool,
     pub broken: AtomicBool,
 }
@@ -43,6 +45,9 @@ impl Io for Disk {
     }
 
     fn sync(&self, _: &File) -> io::Result<()> {
+        if self.slow.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         Ok(())
     }
 }
@@ -94,14 +99,73 @@ impl Kit {
     }
 
     pub fn open(&self) -> Store {
+        self.open_with(self.config.policy.build(self.config.lifetimes))
+    }
+
+    pub fn open_with(&self, policy: Box<dyn Policy>) -> Store {
         let root = Root::open(self.base.path()).unwrap();
         let segments = LocalConfig { segment_bytes: 64 << 10, ..LocalConfig::default() };
         let media = Local::open_with(&root, segments, Arc::clone(&self.disk) as Arc<dyn Io>).unwrap();
-        Store::open_at(root, Arc::new(media), self.config.clone(), Arc::clone(&self.hands) as Arc<dyn Clock>).unwrap()
+        let clock = Arc::clone(&self.hands) as Arc<dyn Clock>;
+        Store::open_with(root, Arc::new(media), self.config.clone(), clock, policy).unwrap()
     }
 
     pub fn segment(&self, number: u32) -> PathBuf {
         self.base.path().join("segments").join(format!("{number:08x}.seg"))
+    }
+}
+
+/// What a policy was told of an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Heard {
+    /// With the time of its last use.
+    In(u32),
+    Used(u32),
+    Out(Why),
+}
+
+/// When it was used: of slices policies are told an earlier time.
+fn used(facts: &Facts, told: u32) -> u32 {
+    told + if facts.kind == Kind::Slice { SLICE_HANDICAP } else { 0 }
+}
+
+/// A policy that tells what comes and goes. It is asked under the lock of the index, before anybody can know of the change.
+pub struct Telling<F>(pub Box<dyn Policy>, pub F);
+
+impl<F: FnMut(ObjectId, Heard) + Send + Sync> Policy for Telling<F> {
+    fn inserted(&mut self, slot: Slot, facts: &Facts, now: u32) {
+        self.1(ObjectId { kind: facts.kind, key: facts.key }, Heard::In(used(facts, now)));
+        self.0.inserted(slot, facts, now);
+    }
+
+    fn touched(&mut self, slot: Slot, facts: &Facts, now: u32) {
+        self.1(ObjectId { kind: facts.kind, key: facts.key }, Heard::Used(used(facts, now)));
+        self.0.touched(slot, facts, now);
+    }
+
+    fn removed(&mut self, slot: Slot, facts: &Facts, why: Why, now: u32) {
+        self.1(ObjectId { kind: facts.kind, key: facts.key }, Heard::Out(why));
+        self.0.removed(slot, facts, why, now);
+    }
+
+    fn uncovered(&mut self, slot: Slot, facts: &Facts) {
+        self.0.uncovered(slot, facts);
+    }
+
+    fn victim(&mut self, scope: Scope, now: u32, entries: &dyn Entries) -> Option<Slot> {
+        self.0.victim(scope, now, entries)
+    }
+
+    fn expired(&mut self, now: u32, entries: &dyn Entries) -> Option<Slot> {
+        self.0.expired(now, entries)
+    }
+
+    fn set_lifetimes(&mut self, lifetimes: Lifetimes) {
+        self.0.set_lifetimes(lifetimes);
+    }
+
+    fn memory(&self) -> usize {
+        self.0.memory()
     }
 }
 

@@ -47,6 +47,15 @@ fn same(number: u32, media: u64, found: u32, owner: u64) -> Result<(), Error> {
     Ok(())
 }
 
+/// Records of a batch that were met one after the other.
+struct Group {
+    met: Vec<Met>,
+    /// All of the batch, so far.
+    complete: bool,
+    /// Records that are still to come.
+    left: u32,
+}
+
 /// A record as it was met.
 struct Met {
     place: Place,
@@ -54,8 +63,9 @@ struct Met {
     whole: bool,
 }
 
-/// Reads records one by one, bytes and all, up to the first header that is not whole. A batch counts if all of it is there with its checksums.
-/// Damage in what a later header says was synced is decay: such records are listed, so that theirs is a counted miss and not their neighbours' end.
+/// Reads records one by one, bytes and all. A batch counts if all of it is there with its checksums. Damage in what a later header says was
+/// synced is decay: such records are listed, so that theirs is a counted miss and not their neighbours' end. Behind a header that is not whole the
+/// next one that names its own place is looked for, so that one such header hides its own record only.
 pub(crate) fn by_records(io: &dyn Io, file: &File, number: u32, media: u64) -> Result<Found, Error> {
     let wrap = |error| Error::io(format!("read segment {number:08x}"))(error);
     let size = file.metadata().map_err(wrap)?.len();
@@ -70,53 +80,89 @@ pub(crate) fn by_records(io: &dyn Io, file: &File, number: u32, media: u64) -> R
     if let Some(header) = SegmentHeader::decode(&first)? {
         same(number, media, header.number, header.media)?;
     }
-    let mut batches: Vec<Vec<Met>> = Vec::new();
-    let (mut at, mut synced, mut left) = (found.end, 0, 0);
+    let mut groups: Vec<Group> = Vec::new();
+    let (mut at, mut synced) = (found.end, 0);
+    let mut search = Search { io, file, number, media, size, bytes: Vec::new(), start: 0 };
     let mut buffer = vec![0; CHUNK];
-    while at + Header::BYTES as u64 <= size {
-        let mut bytes = [0; Header::BYTES];
-        read_exact(io, file, &mut bytes, at).map_err(wrap)?;
-        let Some(header) = Header::decode(&bytes)? else { break };
-        let place = Place { segment: number, offset: (at / ALIGN) as u32 };
-        let data = at + Header::BYTES as u64;
-        if header.place != place || header.media != media || data + u64::from(header.meta.len) > size {
-            break;
-        }
-        synced = header.synced.max(synced);
-        match batches.last_mut() {
-            Some(batch) if left > 0 => {
-                if header.left + 1 != left || header.before as usize != batch.len() {
-                    break;
-                }
-            }
-            _ => batches.push(Vec::new()),
-        }
-        left = header.left;
+    while let Some((start, header)) = search.next(at)? {
+        let data = start + Header::BYTES as u64;
         let whole = sum(io, file, data, header.meta.len, &mut buffer).map_err(wrap)? == header.meta.checksum;
-        if let Some(batch) = batches.last_mut() {
-            batch.push(Met { place, meta: header.meta, whole });
+        let met = Met { place: header.place, meta: header.meta, whole };
+        synced = header.synced.max(synced);
+        let follows = |group: &&mut Group| {
+            start == at && group.left == header.left + 1 && header.before as usize == group.met.len() && group.complete
+        };
+        match groups.last_mut().filter(follows) {
+            Some(group) => {
+                group.met.push(met);
+                group.left = header.left;
+            }
+            None => groups.push(Group { met: vec![met], complete: header.before == 0, left: header.left }),
         }
-        at += span(header.meta.len);
+        // What lies between was a record, or more: their batches lack it, and the list is made here for the last time.
+        found.decayed |= start != at && start < synced;
+        at = start + span(header.meta.len);
     }
-    let torn = if left > 0 { batches.pop() } else { None };
-    let mut keep = |batch: Vec<Met>, complete: bool| {
-        let good = complete && batch.iter().all(|met| met.whole);
-        for met in batch {
+    for group in groups {
+        let good = group.complete && group.left == 0 && group.met.iter().all(|met| met.whole);
+        for met in group.met {
             let end = u64::from(met.place.offset) * ALIGN + span(met.meta.len);
             if good || end <= synced {
-                found.decayed |= !met.whole;
+                found.decayed |= !met.whole || !good;
                 found.records.push((met.place, met.meta));
                 found.end = end;
             }
         }
-    };
-    for batch in batches {
-        keep(batch, true);
-    }
-    if let Some(batch) = torn {
-        keep(batch, false);
     }
     Ok(found)
+}
+
+/// Looks for headers of a segment.
+struct Search<'a> {
+    io: &'a dyn Io,
+    file: &'a File,
+    number: u32,
+    media: u64,
+    size: u64,
+    /// Bytes of the file from `start` on, in memory while a header is looked for.
+    bytes: Vec<u8>,
+    start: u64,
+}
+
+impl Search<'_> {
+    /// The first header at `at` or behind it that is whole, names its own place and has room for its bytes. Bytes of an object cannot pass for one
+    /// unless their writer knows the media's id.
+    fn next(&mut self, mut at: u64) -> Result<Option<(u64, Header)>, Error> {
+        let wrap = |error| Error::io(format!("read segment {:08x}", self.number))(error);
+        let mut bytes = [0; Header::BYTES];
+        if at + Header::BYTES as u64 > self.size {
+            return Ok(None);
+        }
+        read_exact(self.io, self.file, &mut bytes, at).map_err(wrap)?;
+        loop {
+            if let Some(header) = Header::decode(&bytes)?.filter(|header| self.fits(header, at)) {
+                return Ok(Some((at, header)));
+            }
+            at += ALIGN;
+            if at + Header::BYTES as u64 > self.size {
+                return Ok(None);
+            }
+            let inside = at >= self.start && at + Header::BYTES as u64 <= self.start + self.bytes.len() as u64;
+            if !inside {
+                self.start = at;
+                self.bytes.resize((self.size - at).min(CHUNK as u64) as usize, 0);
+                read_exact(self.io, self.file, &mut self.bytes, at).map_err(wrap)?;
+            }
+            let from = (at - self.start) as usize;
+            bytes.copy_from_slice(&self.bytes[from..from + Header::BYTES]);
+        }
+    }
+
+    fn fits(&self, header: &Header, at: u64) -> bool {
+        let place = Place { segment: self.number, offset: (at / ALIGN) as u32 };
+        let end = at + Header::BYTES as u64 + u64::from(header.meta.len);
+        header.place == place && header.media == self.media && end <= self.size
+    }
 }
 
 fn sum(io: &dyn Io, file: &File, mut at: u64, len: u32, buffer: &mut [u8]) -> io::Result<u64> {
