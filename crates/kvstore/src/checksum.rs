@@ -4,8 +4,9 @@ use std::hash::Hasher;
 
 use twox_hash::XxHash3_64;
 
-/// Bytes summed right after they were read, while the cache still holds them.
-pub const CHUNK: usize = 128 << 10;
+/// Bytes summed right after they were read, while a cache still holds them. No fewer: the system copies large pieces so much faster than small ones
+/// that a nearer cache does not make up for it (1.4 MB at once: 0.72 of the copy alone, in pieces of 128 KiB: 0.63).
+pub const CHUNK: usize = 2 << 20;
 
 /// XXH3-64 of `bytes`.
 pub fn checksum(bytes: &[u8]) -> u64 {

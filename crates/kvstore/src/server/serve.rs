@@ -337,6 +337,10 @@ impl Peer<'_> {
             .zip(&got)
             .map(|(want, got)| {
                 let start = match *got {
+                    // Of a whole object the store has just held the bytes to it.
+                    Got::Hit { len, checksum } if want.into.len() == len as usize => {
+                        AnswerStart { hit: true, len, checksum }
+                    }
                     Got::Hit { len, .. } => AnswerStart { hit: true, len, checksum: checksum(want.into) },
                     _ => AnswerStart { hit: false, len: 0, checksum: 0 },
                 };

@@ -1,7 +1,5 @@
 //! Reading: the longest prefix of a chain, and bytes, which have their checksum or are a miss.
 
-use std::sync::{MutexGuard, PoisonError};
-
 use super::put::may_see;
 use super::stats::add;
 use super::{Kept, Store};
@@ -14,16 +12,6 @@ use crate::object::{Meta, TenantId};
 
 /// Places that are read again when collection has moved a record meanwhile.
 const TRIES: usize = 4;
-
-/// Keys of chains that are remembered as used before the policy hears of them.
-const TOUCHES: usize = 16 << 10;
-
-/// Chains found by checks, one after the other.
-#[derive(Default)]
-pub(super) struct Touches {
-    keys: Vec<Key>,
-    chains: Vec<(usize, u32)>,
-}
 
 /// What is there of a chain.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -94,37 +82,6 @@ impl Store {
         };
         self.note_touch(&chain[..found.blocks], now);
         Ok(found)
-    }
-
-    fn touches(&self) -> MutexGuard<'_, Touches> {
-        self.touches.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Remembers that a chain was used: to move a thousand entries in the policy's order costs a hundred times what finding them does.
-    fn note_touch(&self, chain: &[Key], now: u32) {
-        if chain.is_empty() {
-            return;
-        }
-        let full = {
-            let mut touches = self.touches();
-            touches.keys.extend_from_slice(chain);
-            touches.chains.push((chain.len(), now));
-            touches.keys.len() > TOUCHES
-        };
-        if full {
-            self.apply_touches(&mut self.kept_mut());
-        }
-    }
-
-    /// Tells the policy of the chains used since the last call: before it is asked for a victim.
-    pub(super) fn apply_touches(&self, kept: &mut Kept) {
-        let touches = std::mem::take(&mut *self.touches());
-        let mut rest = &touches.keys[..];
-        for &(length, when) in &touches.chains {
-            let (chain, behind) = rest.split_at(length);
-            kept.retention.touch_chain(chain, when);
-            rest = behind;
-        }
     }
 
     /// Length of an object that can be read.

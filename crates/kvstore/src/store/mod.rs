@@ -14,6 +14,7 @@ mod put;
 mod rebuild;
 mod scrub;
 mod stats;
+mod touches;
 mod upkeep;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -38,11 +39,11 @@ use crate::policy::{Lifetimes, Policy, PolicyKind, Retention};
 use crate::record::span;
 use crate::root::Root;
 use collect::Collection;
-use get::Touches;
 use live::{Live, Tickets};
 use pending::Pending;
 use put::same;
 use stats::{Counters, add};
+use touches::Touches;
 
 /// Sizes and bounds of a store.
 #[derive(Clone, Debug)]

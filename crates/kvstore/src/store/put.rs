@@ -261,8 +261,8 @@ impl Store {
             promise.spans += span(meta.len);
             *promise.tenants.entry(meta.tenant).or_default() += u64::from(meta.len);
         }
+        self.apply_touches();
         let mut kept = self.kept_mut();
-        self.apply_touches(&mut kept);
         let Kept { retention, live } = &mut *kept;
         // Parents present and slices' blocks: some orders would take them first.
         for key in metas.iter().filter_map(|meta| meta.parent) {

@@ -31,8 +31,8 @@ impl Store {
         let orphans = self.drop_orphans();
         let now = self.now();
         let expired = {
+            self.apply_touches();
             let mut kept = self.kept_mut();
-            self.apply_touches(&mut kept);
             let Kept { retention, live } = &mut *kept;
             retention.expire(ROWS, now, &mut |removed| live.drop_removed(removed)) as u64
         };

@@ -1,0 +1,104 @@
+//! Chains found by checks, until the policy hears of them: to move a thousand entries in its order costs a hundred times what finding them does.
+
+use std::collections::VecDeque;
+use std::sync::{MutexGuard, PoisonError};
+
+use super::{Kept, Store};
+use crate::key::Key;
+
+/// Keys of chains that are remembered. Whoever checks beyond that lets the policy hear of one chain: the oldest.
+const MOST: usize = 64 << 10;
+
+/// Keys that the policy hears of at once: a fraction of a millisecond in which nobody else comes to the index.
+const PIECE: usize = 1024;
+
+/// Chains asked for last: one that is asked for again within the second was noted already.
+const RECENT: usize = 8;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Chain {
+    last: Key,
+    length: usize,
+    when: u32,
+}
+
+/// In the order in which they were found.
+#[derive(Default)]
+pub(super) struct Touches {
+    keys: VecDeque<Key>,
+    chains: VecDeque<Chain>,
+    recent: VecDeque<Chain>,
+}
+
+impl Touches {
+    fn add(&mut self, keys: &[Key], when: u32) {
+        let Some(&last) = keys.last() else { return };
+        let chain = Chain { last, length: keys.len(), when };
+        if self.recent.contains(&chain) {
+            return;
+        }
+        if self.recent.len() == RECENT {
+            self.recent.pop_front();
+        }
+        self.recent.push_back(chain);
+        self.keys.extend(keys);
+        self.chains.push_back(chain);
+    }
+
+    /// Whole chains from the oldest on, about a piece.
+    fn take(&mut self, into: &mut Vec<Key>) -> Vec<(usize, u32)> {
+        let mut taken = Vec::new();
+        while into.len() < PIECE
+            && let Some(chain) = self.chains.pop_front()
+        {
+            into.extend(self.keys.drain(..chain.length));
+            taken.push((chain.length, chain.when));
+            self.recent.retain(|&recent| recent != chain);
+        }
+        taken
+    }
+}
+
+impl Store {
+    fn touches(&self) -> MutexGuard<'_, Touches> {
+        self.touches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remembers that a chain was used.
+    pub(super) fn note_touch(&self, chain: &[Key], now: u32) {
+        let full = {
+            let mut touches = self.touches();
+            touches.add(chain, now);
+            touches.keys.len() > MOST
+        };
+        if full {
+            self.apply_piece();
+        }
+    }
+
+    /// Tells the policy of some of the chains used since. Whether it did of any.
+    fn apply_piece(&self) -> bool {
+        let mut kept = self.kept_mut();
+        // Taken with the index in hand, so that they are told in their order.
+        let mut keys = Vec::new();
+        let chains = self.touches().take(&mut keys);
+        let mut rest = &keys[..];
+        let Kept { retention, .. } = &mut *kept;
+        for &(length, when) in &chains {
+            let (chain, behind) = rest.split_at(length);
+            retention.touch_chain(chain, when);
+            rest = behind;
+        }
+        !chains.is_empty()
+    }
+
+    /// Tells the policy of all of them, a piece at a time: before it is asked for a victim.
+    pub(super) fn apply_touches(&self) {
+        // Others may go on finding; what they find meanwhile is theirs to tell.
+        for _ in 0..=MOST / PIECE {
+            if !self.apply_piece() {
+                return;
+            }
+        }
+    }
+}
