@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 import api_kit
 from cli.running import environment
+from cli.test_kvstore_agent import agent
 from deepinfer import LLM, AsyncLLM, PrefillDecodePair, RequestOutput, SamplingParams, _core
 from deepinfer.errors import ConfigError, DeepInferError
 from engine_kit import random_prompts
@@ -172,6 +174,26 @@ def test_engines_find_what_others_stored_behind_a_server(device: str, tmp_path: 
                 assert (llm.metrics().store["saved"] > 0) is (token == secret and not found)
     finally:
         server.drain()
+
+
+def test_engines_of_a_host_share_an_agent_and_outlive_it(device: str, tmp_path: Path) -> None:
+    """What one put another one reads from memory; a killed agent is misses, also for the engine that was using it."""
+    with agent(tmp_path, "own", f"root={tmp_path / 'kv'}") as (process, about):
+        settings = {**SETTINGS, "device": device, "kv_store": about["address"]}
+        with LLM(api_kit.tiny_model(), **settings) as first, LLM(api_kit.tiny_model(), **settings) as second:
+            right = [said(o) for o in first.generate(PROMPTS, P)]
+            assert first.engine._store is not None and first.engine._store.settle(20)
+            found = second.generate(PROMPTS, P)
+            assert [said(o) for o in found] == right
+            assert [o.num_cached_tokens for o in found] == [hit(n, n + 7, 16) for n in LENGTHS]
+            counters = second.metrics().store
+            assert counters["host_tokens"] > 0 == counters["store_tokens"] and counters["fetched"] == 1 + 2 + 2 + 3
+            process.kill()
+            process.wait(60)
+            begin = time.monotonic()
+            (other,) = second.generate([{"prompt_token_ids": PROMPTS[0][::-1]}], P)
+            assert other.num_cached_tokens == 0 and time.monotonic() - begin < 20
+            assert [said(o) for o in second.generate(PROMPTS, P)] == right
 
 
 def test_a_server_that_is_away_is_misses(device: str) -> None:

@@ -32,6 +32,19 @@ def numbers(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(90) for _ in range(count)]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_slices_come_behind_their_blocks_whoever_is_first(overlap: bool) -> None:
+    """Several prompts that end in one step: slices are cut before the core gives their blocks."""
+    draw, tier = random.Random(6), Tier()
+    with toy(tier, zero_overhead=overlap, max_num_batched_tokens=1000) as engine:
+        for n in range(3):
+            engine.add_request(request(str(n), numbers(draw, 270), GREEDY))
+        collect(engine)
+        assert at_rest(engine)
+        counters = engine.metrics().store
+        assert (counters["slices_saved"], counters["saved"], counters["failed"]) == (3, 6, 0) == (tier.stats()["slices"], 6, 0)
+
+
 @pytest.mark.parametrize(
     ("block", "length", "policy", "kind", "hit", "start"),
     [

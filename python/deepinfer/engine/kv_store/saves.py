@@ -9,7 +9,7 @@ slowly than they come, the oldest are given up.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from deepinfer.engine.hooks import EngineHooks, KvSave
 from deepinfer.engine.kv_store.counters import StoreCounters
 from deepinfer.engine.kv_store.staging import Buffers, Pages
 from deepinfer.engine.mover import Bell, Mover
-from deepinfer.kvcache.block_tier import CONFLICT, EXISTS, KEY_BYTES, STORED, BlockTier
+from deepinfer.kvcache.block_tier import CONFLICT, EXISTS, KEY_BYTES, NO_PARENT, STORED, BlockTier
 from deepinfer.kvcache.objects import GRAIN, ObjectForm, Staging
 from deepinfer.sampling import TrafficClass
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from deepinfer import _core
 
 _MOST_SLICES = 64
-"""Slices that may wait to be put."""
+"""Slices that may wait to be put, and for their blocks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +50,10 @@ class _Chain:
         """Objects."""
         return len(self.keys) // KEY_BYTES
 
+    def has(self, key: bytes) -> bool:
+        """Whether it is the name of one of them."""
+        return any(self.keys[at : at + KEY_BYTES] == key for at in range(0, len(self.keys), KEY_BYTES))
+
 
 @dataclass(slots=True, eq=False)
 class _Slice:
@@ -57,6 +61,7 @@ class _Slice:
 
     key: bytes
     data: bytes
+    last: bool = False  # its block has been on its way: it is there, or nothing is to be done
 
 
 class Saves:
@@ -95,6 +100,7 @@ class Saves:
         self._queue: deque[_Chain | _Slice] = deque()
         self._open: set[_Chain] = set()
         self._slices = 0  # waiting or on their way
+        self._early: OrderedDict[bytes, _Slice] = OrderedDict()  # their blocks have not been given yet
 
     @property
     def busy(self) -> bool:
@@ -120,6 +126,8 @@ class Saves:
             chain = _Chain(save["transfer"], before, save["keys"], pages, traffic_class)
             self._open.add(chain)
             self._queue.append(chain)
+            for key in [key for key in self._early if chain.has(key)]:
+                self._again(self._early.pop(key))
             self._send_on()
             try:
                 self._hooks.do_save_kvcache(told)
@@ -161,7 +169,7 @@ class Saves:
             if isinstance(head, _Slice):
                 self._queue.popleft()
                 job = partial(self._tier.put, "slice", head.key, b"", [len(head.data)], head.data, "chat")
-                self._mover.submit(self._slice_put, job)
+                self._mover.submit(partial(self._slice_put, head), job)
                 continue
             while head.sent < head.count and not head.failed:
                 staging = self._buffers.take()
@@ -198,9 +206,25 @@ class Saves:
         chain.failed = chain.failed or taken < count
         self._look_whether_done(chain)
 
-    def _slice_put(self, result: object) -> None:
+    def _again(self, early: _Slice) -> None:
+        """Puts a slice once more, behind its block."""
+        early.last = True
+        self._slices += 1
+        self._queue.append(early)
+
+    def _slice_put(self, piece: _Slice, result: object) -> None:
         self._slices -= 1
         said = self._said(result, 1)
+        if said == bytes([NO_PARENT]) and not piece.last:
+            # Cut at the end of a prompt whose blocks the core gives with its next plan.
+            if any(chain.has(piece.key) for chain in self._open):
+                self._again(piece)
+            else:
+                self._early[piece.key] = piece
+                if len(self._early) > _MOST_SLICES:
+                    self._early.popitem(last=False)
+                    self._counters.failed += 1
+            return
         self._counters.slices_saved += said in (bytes([STORED]), bytes([EXISTS]))
         self._counters.conflicts += said.count(CONFLICT)
         self._counters.failed += said.strip(bytes([STORED, EXISTS, CONFLICT])) != b"" or not said

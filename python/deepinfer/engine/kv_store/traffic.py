@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from deepinfer import _core
     from deepinfer.worker.runner import ModelRunner
 
-_WRITE_OUT = 5.0
-"""Seconds that the end of an engine waits for what is still to be stored."""
+_WRITE_OUT = 3.0
+"""Seconds that the end of an engine waits for what is still to be stored: an engine process is given five to end."""
 
 
 class StoreTraffic:
