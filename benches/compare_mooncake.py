@@ -71,12 +71,13 @@ def main() -> int:
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     python = installed(args.home)
     memory = Path("/dev/shm")
-    if shutil.disk_usage(memory).free < 4 * args.objects * SIZE:
+    room = (args.rounds + 2) * args.objects * SIZE  # for all rounds: nothing is evicted on either side
+    if shutil.disk_usage(memory).free < 2 * room:
         raise Skipped("/dev/shm has too little room")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory)))
-        ours = stack.enter_context(deepinfer_side(folder, args.objects))
-        theirs = stack.enter_context(mooncake_side(python, args.objects, args.home))
+        ours = stack.enter_context(deepinfer_side(folder, args.objects, room))
+        theirs = stack.enter_context(mooncake_side(python, args.objects, args.home, room))
         rates: dict[str, list[tuple[float, float]]] = {"put": [], "get": []}
         for number in range(args.rounds + 1):
             for what in ("put", "get"):
@@ -131,15 +132,15 @@ def content(number: int, item: int) -> bytes:
 
 
 @contextmanager
-def deepinfer_side(folder: Path, objects: int) -> Iterator[Callable[[str, int], float]]:
+def deepinfer_side(folder: Path, objects: int, room: int) -> Iterator[Callable[[str, int], float]]:
     from deepinfer import _core
 
     settings = [
         "listen=127.0.0.1:0",
         "metrics=off",
         f"root={folder / 'kv'}",
-        f"store.capacity={4 * objects * SIZE}",
-        f"store.slack={objects * SIZE}",
+        f"store.capacity={room}",
+        f"store.slack={room}",
     ]
     argv = [sys.executable, "-m", "deepinfer.cli", "kvstore", "serve", "--json", *[part for one in settings for part in ("--set", one)]]
     server = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -175,7 +176,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def mooncake_side(python: Path, objects: int, home: Path) -> Iterator[Callable[[str, int], float]]:
+def mooncake_side(python: Path, objects: int, home: Path, room: int) -> Iterator[Callable[[str, int], float]]:
     """A master, and two clients of their own processes: one lends its memory, the other one puts and gets over TCP."""
     master_port = free_port()
     log = open(home / "master.log", "w")  # noqa: SIM115 (as long as the process)
@@ -183,7 +184,13 @@ def mooncake_side(python: Path, objects: int, home: Path) -> Iterator[Callable[[
     processes = [subprocess.Popen(argv, stdout=log, stderr=log)]
     try:
         for role in ("lend", "ask"):
-            about = {"role": role, "master": f"127.0.0.1:{master_port}", "name": f"127.0.0.1:{free_port()}", "objects": objects}
+            about = {
+                "role": role,
+                "master": f"127.0.0.1:{master_port}",
+                "name": f"127.0.0.1:{free_port()}",
+                "objects": objects,
+                "room": room,
+            }
             out = open(home / f"{role}.log", "w")  # noqa: SIM115
             worker = [str(python), __file__, "--worker", json.dumps(about)]
             processes.append(subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True))
@@ -219,7 +226,7 @@ def mooncake_worker(about: dict[str, Any]) -> int:
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    lent = 4 * about["objects"] * SIZE if about["role"] == "lend" else 0
+    lent = about["room"] if about["role"] == "lend" else 0
     code = store.setup(about["name"], "P2PHANDSHAKE", lent, 64 << 20, "tcp", "", about["master"])
     # Its fastest calls: from and into memory that it was told of.
     memory = ctypes.create_string_buffer(SIZE)
