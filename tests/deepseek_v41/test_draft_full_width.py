@@ -190,7 +190,8 @@ def test_a_stage_of_the_release_drafts_as_the_reference(
 @pytest.mark.nightly
 def test_a_rounded_stage_of_the_release_is_close(loaded: DeepseekV41Parameters, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows packed in 528 bytes and inputs of products in FP8: sums in another order move some of them to the neighbouring value, by a
-    sixteenth. Measured 2e-3 on average, 0.05 and 0.04 at most."""
+    sixteenth. How many depends on the processor: measured 2e-3 on average, 0.05 and 0.04 at most, on one, 2e-2 on average on another;
+    logits are about 5."""
     for off, unsure, logits, confidence in compare(loaded, True, device, monkeypatch):
-        assert off.mean() < 1e-2 and off.max() < 0.2 and unsure.max() < 0.2
+        assert off.mean() < 5e-2 and off.max() < 0.4 and unsure.max() < 0.4
         assert logits.std() > 0.5 and confidence.std() > 0.1
