@@ -35,6 +35,7 @@ fn skip(why: &str) {
 /// One process with master, volume server, filer and S3 gateway; killed when dropped.
 pub struct Weed {
     child: Child,
+    ports: Vec<u16>,
     /// `http://127.0.0.1:port`.
     pub endpoint: String,
 }
@@ -44,24 +45,44 @@ impl Weed {
     pub fn start(program: &Path, folder: &Path) -> Self {
         // Another process may take a port before the server does; it then ends at once.
         for _ in 0..3 {
-            if let Some(started) = Self::try_start(program, folder) {
+            // Every port is given: those of gRPC would otherwise be the others + 10000, which may be taken.
+            let free: Vec<TcpListener> = (0..8).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+            let ports = free.iter().map(|listener| listener.local_addr().unwrap().port()).collect();
+            drop(free);
+            if let Some(started) = Self::try_start(program, folder, ports) {
                 return started;
             }
         }
         panic!("the S3 server does not start: {}", std::fs::read_to_string(folder.join("log")).unwrap_or_default());
     }
 
-    fn try_start(program: &Path, folder: &Path) -> Option<Self> {
+    /// Kills it, as `kill -9` does.
+    #[allow(dead_code)]
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// After [`Weed::kill`]: one with the same data at the same address.
+    #[allow(dead_code)]
+    pub fn again(&mut self, program: &Path, folder: &Path) {
+        let end = Instant::now() + Duration::from_secs(60);
+        *self = loop {
+            // Who was connected may hold a port for a moment.
+            if let Some(started) = Self::try_start(program, folder, self.ports.clone()) {
+                break started;
+            }
+            assert!(Instant::now() < end, "the S3 server does not start again");
+        };
+    }
+
+    fn try_start(program: &Path, folder: &Path, ports: Vec<u16>) -> Option<Self> {
         let identity = format!(
             r#"{{"identities":[{{"name":"test","credentials":[{{"accessKey":"{ACCESS_KEY}","secretKey":"{SECRET_KEY}"}}],"actions":["Admin","Read","Write","List","Tagging"]}}]}}"#
         );
         std::fs::write(folder.join("s3.json"), identity).unwrap();
         std::fs::create_dir_all(folder.join("data")).unwrap();
         let log = std::fs::File::create(folder.join("log")).unwrap();
-        // Every port is given: those of gRPC would otherwise be the others + 10000, which may be taken.
-        let free: Vec<TcpListener> = (0..8).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
-        let ports: Vec<u16> = free.iter().map(|listener| listener.local_addr().unwrap().port()).collect();
-        drop(free);
         let port = |what: &str, at: usize| format!("-{what}={}", ports[at]);
         let mut child = Command::new(program)
             .arg("server")
@@ -94,7 +115,8 @@ impl Weed {
                 return None;
             }
             if TcpStream::connect(("127.0.0.1", ports[6])).is_ok() {
-                return Some(Self { child, endpoint: format!("http://127.0.0.1:{}", ports[6]) });
+                let endpoint = format!("http://127.0.0.1:{}", ports[6]);
+                return Some(Self { child, ports, endpoint });
             }
             std::thread::sleep(Duration::from_millis(50));
         }

@@ -12,6 +12,7 @@
 //! A stored batch is one that at least `min_domains` hold when [`Media::append`] returns; fewer than ten are what is left of one that did
 //! not come to its end, and are removed. What is wrong or absent in a domain counts as lost there and is queued for repair.
 
+mod quiet;
 mod read;
 mod repair;
 mod shard;
@@ -33,6 +34,7 @@ use crate::erasure::{DATA, SHARDS};
 use crate::key::Key;
 use crate::media::waiter::Waiter;
 use crate::object::Meta;
+use quiet::Quiet;
 
 /// The twelve failure domains.
 pub type Domains = [Arc<dyn Backend>; SHARDS];
@@ -128,6 +130,7 @@ struct Core {
     left: Condvar,
     next: AtomicU32,
     counters: Counters,
+    quiet: Quiet,
 }
 
 /// [`Media`] over twelve back ends.
@@ -159,7 +162,7 @@ impl Striped {
             )));
         }
         let (state, left, counters) = Default::default();
-        let core = Core { domains, config, state, left, next: AtomicU32::new(1), counters };
+        let core = Core { domains, config, state, left, next: AtomicU32::new(1), counters, quiet: Quiet::new() };
         Ok(Self { core: Arc::new(core), waiter: Waiter::new()? })
     }
 

@@ -141,6 +141,16 @@ impl Gather {
         needed.chain(all.then_some(P)).collect()
     }
 
+    /// Positions not asked yet.
+    fn rest(&self) -> Vec<usize> {
+        (0..SHARDS).filter(|position| !self.asked[*position]).collect()
+    }
+
+    /// The domain that has a position.
+    fn domain(&self, position: usize) -> usize {
+        domain_of(self.found.wanted.meta.id.key, position)
+    }
+
     /// Takes in an answer, and decides where it can.
     fn answered(&mut self, position: usize, shard: Option<Bytes>) {
         match shard {
@@ -210,17 +220,34 @@ pub async fn gather(core: Arc<Core>, wanted: Vec<Wanted>) -> Vec<Result<Found, E
     gathers.into_iter().map(done).collect()
 }
 
+/// Requests under way.
+#[derive(Default)]
+struct Running {
+    requests: FuturesUnordered<BoxFuture<'static, Answer>>,
+    /// How many of them each domain has.
+    waiting: [usize; SHARDS],
+}
+
 async fn run(core: &Arc<Core>, gathers: &mut [Gather]) {
-    let mut running = FuturesUnordered::new();
-    let first = (0..gathers.len()).filter(|at| gathers[*at].open()).map(|at| (at, gathers[at].first())).collect();
+    let mut running = Running::default();
+    let open: Vec<usize> = (0..gathers.len()).filter(|at| gathers[*at].open()).collect();
+    // Where one of the first was late a moment ago, all are asked at once.
+    let wait = |gather: &Gather, position: &usize| core.quiet.is(gather.domain(*position));
+    let (doubtful, sure): (Vec<usize>, Vec<usize>) =
+        open.iter().partition(|at| gathers[**at].first().iter().any(|position| wait(&gathers[**at], position)));
+    let first = sure.into_iter().map(|at| (at, gathers[at].first())).collect();
     ask(core, gathers, first, &mut running);
+    widen(core, gathers, &doubtful, &mut running);
     let mut hedge = Some(Instant::now() + core.config.hedge);
     while gathers.iter().any(Gather::open) {
         let answer = match hedge {
-            None => running.next().await,
+            None => running.requests.next().await,
             Some(at) => {
-                let Ok(answer) = timeout_at(at, running.next()).await else {
+                let Ok(answer) = timeout_at(at, running.requests.next()).await else {
                     hedge = None;
+                    (0..SHARDS)
+                        .filter(|domain| running.waiting[*domain] > 0)
+                        .for_each(|domain| core.quiet.missed(domain));
                     let slow: Vec<usize> = (0..gathers.len()).filter(|at| gathers[*at].open()).collect();
                     widen(core, gathers, &slow, &mut running);
                     continue;
@@ -229,6 +256,12 @@ async fn run(core: &Arc<Core>, gathers: &mut [Gather]) {
             }
         };
         let Some((segment, domain, items, answer)) = answer else { break };
+        running.waiting[domain] -= 1;
+        if matches!(answer, Ok(_) | Err(Error::Invalid(_))) {
+            core.quiet.answered(domain);
+        } else {
+            core.quiet.missed(domain);
+        }
         let mut short = Vec::new();
         match answer {
             Ok(Some(parts)) => {
@@ -279,15 +312,10 @@ fn lost(core: &Core, segment: u32, domain: usize) {
 }
 
 /// Asks all domains that these reads have not asked yet.
-fn widen(
-    core: &Arc<Core>,
-    gathers: &mut [Gather],
-    reads: &[usize],
-    running: &mut FuturesUnordered<BoxFuture<'static, Answer>>,
-) {
+fn widen(core: &Arc<Core>, gathers: &mut [Gather], reads: &[usize], running: &mut Running) {
     let mut more = Vec::new();
     for at in reads {
-        let rest: Vec<usize> = (0..SHARDS).filter(|position| !gathers[*at].asked[*position]).collect();
+        let rest = gathers[*at].rest();
         if !rest.is_empty() {
             core.counters.hedged.fetch_add(1, Relaxed);
             more.push((*at, rest));
@@ -297,12 +325,7 @@ fn widen(
 }
 
 /// Sends requests, one for each segment and domain.
-fn ask(
-    core: &Arc<Core>,
-    gathers: &mut [Gather],
-    reads: Vec<(usize, Vec<usize>)>,
-    running: &mut FuturesUnordered<BoxFuture<'static, Answer>>,
-) {
+fn ask(core: &Arc<Core>, gathers: &mut [Gather], reads: Vec<(usize, Vec<usize>)>, running: &mut Running) {
     let mut requests: BTreeMap<(u32, usize), Items> = BTreeMap::new();
     for (at, positions) in reads {
         for position in positions {
@@ -317,7 +340,8 @@ fn ask(
     for ((segment, domain), items) in requests {
         let core = core.clone();
         let ranges: Vec<Range<u64>> = items.iter().map(|(at, _)| gathers[*at].found.wanted.range()).collect();
-        running.push(Box::pin(async move {
+        running.waiting[domain] += 1;
+        running.requests.push(Box::pin(async move {
             let backend = &core.domains[domain];
             let name = Name::segment(segment);
             let answer = timeout(core.config.read_timeout, backend.get_ranges(&name, &ranges)).await;

@@ -298,6 +298,19 @@ fn one_slow_domain_costs_nothing_and_two_the_hedge() {
     let both = time();
     assert!(both >= Duration::from_millis(100) && both < Duration::from_millis(1500), "{both:?}");
     assert_eq!((striped.stats().hedged, striped.stats().rebuilt), (1, 2));
+    // They are known by now: the twelfth is asked at once.
+    assert!(time() < Duration::from_millis(90));
+    assert_eq!(striped.stats().hedged, 2);
+    // Who answers again is waited for again.
+    domains[3].set_hanging(false);
+    domains[6].set_hanging(false);
+    eventually("both count as answering", || {
+        let before = striped.stats().hedged;
+        time();
+        striped.stats().hedged == before
+    });
+    domains[3].set_hanging(true);
+    domains[6].set_hanging(true);
     domains[7].set_hanging(true);
     assert!(matches!(whole(&striped, &stored[0]), Err(Error::Unavailable(_))));
 }
