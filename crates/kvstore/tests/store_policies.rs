@@ -4,7 +4,12 @@
 
 mod kit;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
 use deepinfer_kvstore::policy::PolicyKind;
+use deepinfer_kvstore::store::Upkeep;
 use kit::*;
 
 const CHAINS: u64 = 150;
@@ -54,4 +59,35 @@ fn nothing_goes_but_by_eviction() {
         let after = present(&store);
         assert!(before.iter().all(|object| after.contains(object)), "{policy:?}");
     }
+}
+
+/// Else whoever checks would do it: a hundred times the cost of finding.
+#[test]
+fn upkeep_is_woken_to_tell_the_policy_of_many_checks() {
+    let kit = Kit::new();
+    let used = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&used);
+    let told = move |_, heard| {
+        if matches!(heard, Heard::Used(_)) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+    };
+    let policy = PolicyKind::Lru.build(kit.config.lifetimes);
+    let store = Arc::new(kit.open_with(Box::new(Telling(policy, told))));
+    let chains: Vec<_> = (0..20).map(|number| kit::chain(number, 1000)).collect();
+    for number in 0..20 {
+        store_all(&store, &blocks(number, 0, 1000, 8));
+    }
+    let upkeep = Upkeep::start(&store, Duration::from_secs(3600)).unwrap();
+    std::thread::sleep(Duration::from_secs(1)); // its first round is over, the next one is an hour away
+    let before = used.load(Ordering::Relaxed);
+    for chain in &chains {
+        assert_eq!(found(&store, chain), 1000);
+    }
+    let end = Instant::now() + Duration::from_secs(20);
+    while used.load(Ordering::Relaxed) < before + 16_384 {
+        assert!(Instant::now() < end, "{} told", used.load(Ordering::Relaxed) - before);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    drop(upkeep);
 }

@@ -448,6 +448,9 @@ impl Index {
     /// Positions of `keys` at which a slice is present, deepest first, at most `want`; walks up the links from the last key.
     pub fn slices(&self, keys: &[Key], want: usize) -> Vec<usize> {
         let mut positions = Vec::new();
+        if want == 0 || self.usages.total().slices == 0 {
+            return positions;
+        }
         let mut slot = keys.last().and_then(|&key| self.block(key));
         let mut at = keys.len();
         while let Some(block) = slot {

@@ -138,6 +138,7 @@ pub struct Store {
     pending: Mutex<Pending>,
     collection: Mutex<Collection>,
     touches: Mutex<Touches>,
+    upkeep: Mutex<Option<std::thread::Thread>>,
     counters: Counters,
     draining: AtomicBool,
     /// Bytes appended since collection last looked.
@@ -202,6 +203,7 @@ impl Store {
             pending: Mutex::new(pending),
             collection: Mutex::default(),
             touches: Mutex::default(),
+            upkeep: Mutex::default(),
             counters: Counters::default(),
             draining: AtomicBool::new(false),
             appended: AtomicU64::new(0),

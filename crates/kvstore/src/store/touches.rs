@@ -9,6 +9,9 @@ use crate::key::Key;
 /// Keys of chains that are remembered. Whoever checks beyond that lets the policy hear of one chain: the oldest.
 const MOST: usize = 64 << 10;
 
+/// From so many on upkeep is woken to do it instead.
+const MANY: usize = MOST / 4;
+
 /// Keys that the policy hears of at once: a fraction of a millisecond in which nobody else comes to the index.
 const PIECE: usize = 1024;
 
@@ -66,13 +69,17 @@ impl Store {
 
     /// Remembers that a chain was used.
     pub(super) fn note_touch(&self, chain: &[Key], now: u32) {
-        let full = {
+        let (before, after) = {
             let mut touches = self.touches();
+            let before = touches.keys.len();
             touches.add(chain, now);
-            touches.keys.len() > MOST
+            (before, touches.keys.len())
         };
-        if full {
+        if after > MOST {
             self.apply_piece();
+        }
+        if after / MANY > before / MANY {
+            self.wake_upkeep();
         }
     }
 

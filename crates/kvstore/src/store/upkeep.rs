@@ -1,9 +1,9 @@
 //! What has to be done now and then, in bounded pieces, by a thread or by whoever runs the store.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+use std::thread::{JoinHandle, Thread};
+use std::time::{Duration, Instant};
 
 use super::stats::add;
 use super::{Kept, Store};
@@ -26,6 +26,17 @@ pub struct Tended {
 }
 
 impl Store {
+    fn upkeep(&self) -> MutexGuard<'_, Option<Thread>> {
+        self.upkeep.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the thread that tends this store, if there is one, see to the policy now.
+    pub(super) fn wake_upkeep(&self) {
+        if let Some(thread) = &*self.upkeep() {
+            thread.unpark();
+        }
+    }
+
     /// One round: orphans, expiry, a piece of collection, the catalogue's list and time.
     pub fn tend(&self) -> Tended {
         let orphans = self.drop_orphans();
@@ -57,20 +68,27 @@ impl Upkeep {
     /// [`Error::Io`]: no thread could be started.
     pub fn start(store: &Arc<Store>, pause: Duration) -> Result<Self, Error> {
         let stop = Arc::new(AtomicBool::new(false));
+        let tended = Arc::clone(store);
         let (store, stopped): (Weak<Store>, _) = (Arc::downgrade(store), Arc::clone(&stop));
         let thread = std::thread::Builder::new()
             .name("kvstore-upkeep".to_owned())
             .spawn(move || {
+                let mut due = Instant::now();
                 while !stopped.load(Ordering::Relaxed) {
                     let Some(store) = store.upgrade() else { return };
-                    let more = store.tend().more;
-                    drop(store);
-                    if !more {
-                        std::thread::park_timeout(pause);
+                    if Instant::now() >= due {
+                        let more = store.tend().more;
+                        due = Instant::now() + if more { Duration::ZERO } else { pause };
+                    } else {
+                        // Woken: the policy is behind with what was found.
+                        store.apply_touches();
                     }
+                    drop(store);
+                    std::thread::park_timeout(due.saturating_duration_since(Instant::now()));
                 }
             })
             .map_err(Error::io("start the upkeep thread"))?;
+        *tended.upkeep() = Some(thread.thread().clone());
         Ok(Self { stop, thread: Some(thread) })
     }
 }
