@@ -213,8 +213,11 @@ impl Store {
         };
         add(&store.counters.segments_missing, rebuilt.missing);
         store.settle();
-        store.keep_time()?;
-        Ok(store)
+        match store.keep_time() {
+            // Reading needs no room; upkeep notes the time when there is some.
+            Ok(()) | Err(Error::Full(_)) => Ok(store),
+            Err(error) => Err(error),
+        }
     }
 
     /// Evicts what a smaller capacity, a smaller quota or time since the last open leave too much.
