@@ -1,6 +1,6 @@
 //! A real file system that is full: puts are refused, what was acknowledged stays, and all goes on when there is room again. It is a small one in
 //! memory, mounted in a namespace of the test's own; skipped, with the reason on stderr, where that may not be made.
-#![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)]
 
 mod kit;
 
