@@ -196,12 +196,15 @@ def test_engines_of_a_host_share_an_agent_and_outlive_it(device: str, tmp_path: 
             assert [said(o) for o in second.generate(PROMPTS, P)] == right
 
 
-def test_a_server_that_is_away_is_misses(device: str) -> None:
-    """Nobody listens there; answers come all the same, and soon."""
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_server_that_is_away_is_misses(quiet: bool, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody listens there; answers come all the same, and soon, and one line says so."""
     settings = {**SETTINGS, "device": device}
     with LLM(api_kit.tiny_model(), **settings) as llm:
         right = [said(o) for o in llm.generate(PROMPTS, P)]
-    with LLM(api_kit.tiny_model(), kv_store="tcp://127.0.0.1:9", **settings) as llm:
+    with LLM(api_kit.tiny_model(), kv_store="tcp://127.0.0.1:9", **{**settings, "quiet": quiet}) as llm:
         assert [said(o) for o in llm.generate(PROMPTS, P)] == right
         counters = llm.metrics().store
         assert counters["lookups"] == len(PROMPTS) and counters["fetched"] == counters["saved"] == counters["leases"] == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "fails" in line]
+    assert told == ([] if quiet else ["deepinfer: the KV store tcp://127.0.0.1:9 fails; what it lacks is computed"])

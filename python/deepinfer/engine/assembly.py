@@ -220,7 +220,8 @@ class Assembly:
         owned = self.config.kv_store is not None
         sizes = (self.plan.num_blocks, self.plan.max_model_len, self.run.max_num_seqs)
         near, size = (None, 0) if stored is None else (stored.near, self.slices.slice_bytes)
-        made = StoreTraffic(core, runner, hooks, self.store, self.tier, owned, bell, sizes, near, size, whose)
+        name = "" if self.run.quiet else self.config.kv_store or ""
+        made = StoreTraffic(core, runner, hooks, self.store, self.tier, owned, bell, sizes, near, size, whose, name)
         if stored is not None:
             stored.offered = made.offer_slice
         return made

@@ -6,6 +6,7 @@ steps, requests.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,6 +44,7 @@ class StoreTraffic:
         sizes: blocks of the pool, tokens of the longest sequence, sequences of a step.
         slices: where fetched slices of states are put, of models that have such; ``slice_bytes``: of each.
         whose: request id and class of traffic of a handle, while its request has not ended.
+        name: of the store, to say on stderr, once, that it fails; empty: not to.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class StoreTraffic:
         slices: SliceTier | None,
         slice_bytes: int,
         whose: Callable[[int], tuple[str, TrafficClass]],
+        name: str = "",
     ) -> None:
         self._core, self._plan, self._tier, self._owned = core, plan, tier, owned
         self.counters = StoreCounters()
         self.last_fault: BaseException | None = None
+        self._name = name
         blocks, max_model_len, max_num_seqs = sizes
         most = max(1, max_model_len // GRAIN)
         core.set_saves(plan.write, plan.form.blocks)
@@ -91,6 +95,7 @@ class StoreTraffic:
         """Moves fetches and saves on, ahead of the next plan."""
         self._saves.poll()
         self._fetches.poll(time.monotonic())
+        self._complain()
 
     def take(self) -> None:
         """Takes charge of what the core has completed."""
@@ -144,6 +149,15 @@ class StoreTraffic:
                 self._fault(e)
             with suppress(Exception):
                 self._tier.close()
+        self._complain()
+
+    def _complain(self) -> None:
+        """Whoever has named a store that is not there, or is full, would not notice otherwise: answers are the same."""
+        if not self._name or not (self.counters.failed or self.counters.faults):
+            return
+        why = "" if self.last_fault is None else f" ({self.last_fault})"
+        print(f"deepinfer: the KV store {self._name} fails{why}; what it lacks is computed", file=sys.stderr, flush=True)
+        self._name = ""
 
     def _fault(self, error: BaseException) -> None:
         self.counters.faults += 1
