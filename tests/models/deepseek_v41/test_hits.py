@@ -63,9 +63,10 @@ def test_hits_give_the_bits_of_the_whole_prompt(load: Load, tmp_path: Path) -> N
 @pytest.mark.nightly
 @pytest.mark.parametrize("truncation", ["off", "mask", "compact"])
 def test_hits_with_windows_as_long_as_a_page(load: Load, tmp_path: Path, truncation: str) -> None:
-    """1271 tokens are computed again; above the exact bound of a truncated decoder nothing changes either."""
+    """1271 tokens are computed again; above the exact bound of a truncated decoder nothing changes either. A page above it, so that the
+    state is whole at the last boundary of a prompt, else there is no snapshot."""
     settings: dict[str, Any] = {"yoco_prefill_truncation": truncation} if truncation == "off" else {
-        "yoco_prefill_truncation": truncation, "yoco_prefill_keep_tokens": 5 * 127 + 1,
+        "yoco_prefill_truncation": truncation, "yoco_prefill_keep_tokens": 5 * 127 + 1 + 128,
     }  # fmt: skip
     torch.manual_seed(0)
     cases = [({**settings}, ("start_snapshot",)), ({"state_snapshot_gib": 0, **settings}, ("start_rerun", "rerun_tokens"))]
