@@ -22,6 +22,7 @@ pub mod erasure;
 pub mod error;
 pub mod index;
 pub mod key;
+mod lost;
 pub mod media;
 pub mod metrics;
 pub mod net;

@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 use agent_kit::*;
 use deepinfer_kvstore::agent::protocol::{
     self, Greeting, HEADER, Header, MAX_BODY, Op, PutItem, Status, VERSION, Welcome, decode_outcomes, decode_places,
-    encode_check, encode_damaged, encode_get, encode_put, encode_release,
+    encode_damaged, encode_get, encode_put,
 };
 use deepinfer_kvstore::checksum::checksum;
 use deepinfer_kvstore::index::MAX_CHAIN;
 use deepinfer_kvstore::upstream::Upstream;
-use deepinfer_kvstore::wire::{Hello, Outcome};
+use deepinfer_kvstore::wire::{CheckRequest, Hello, Outcome, encode_numbers};
 use deepinfer_kvstore::{Class, Key, Kind, ObjectId};
 use kit::{bytes, chain};
 
@@ -149,12 +149,12 @@ fn words_that_make_no_sense_end_their_own_connection_only() {
     // A pin that was not given.
     for pins in [&[7][..], &[0], &[u64::MAX]] {
         let (mut stream, ..) = greet(&host);
-        send(&mut stream, Op::Release, &encode_release(pins));
+        send(&mut stream, Op::Release, &encode_numbers(pins));
         assert!(is_closed(&mut stream));
     }
     // Wrong bytes are claimed where they are right.
     send(&mut stream, Op::Damaged, &encode_damaged(block(keys[0]), checksum(&bytes(block(keys[0]), LEN))));
-    send(&mut stream, Op::Check, &encode_check(0, &keys));
+    send(&mut stream, Op::Check, &CheckRequest::encode(0, &keys));
     assert_eq!(answer(&mut stream).unwrap().0, Status::Done);
     assert_eq!((host.stat("false_reports"), host.stat("quarantined")), (1, 0));
     assert_eq!(get(&client, Kind::Block, &keys), vec![true; 3]);

@@ -364,7 +364,7 @@ fn a_put_that_is_not_committed_leaves_nothing() {
     let mut write = deepinfer_kvstore::wire::WriteHead { put, offset: 0 }.encode().to_vec();
     write.extend([7; 1000]);
     send(&mut stream, Op::Write, &write);
-    send(&mut stream, Op::Commit, &deepinfer_kvstore::wire::encode_put_ids(&[put]));
+    send(&mut stream, Op::Commit, &deepinfer_kvstore::wire::encode_numbers(&[put]));
     let outcomes = deepinfer_kvstore::wire::decode_outcomes(&answer(&mut stream).unwrap().1).unwrap();
     assert_eq!(outcomes, [Outcome::Invalid]);
     assert_eq!(client.check(&chain(1..=1), 0).unwrap().blocks, 0);

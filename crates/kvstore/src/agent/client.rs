@@ -10,18 +10,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::link::{Link, Lost, Mapped};
+use super::link::{Link, Mapped, nonsense};
 use super::words::{
-    Op, PLACE, PutItem, decode_flushed, decode_found, decode_outcomes, decode_places, decode_stats, encode_check,
-    encode_damaged, encode_flush, encode_get, encode_put, encode_release,
+    Op, PLACE, PutItem, decode_flushed, decode_found, decode_outcomes, decode_places, decode_stats, encode_damaged,
+    encode_flush, encode_get, encode_put,
 };
 use crate::client::MAX_TENANT;
 use crate::error::Error;
 use crate::index::check_chain;
 use crate::key::{Key, ObjectId};
+use crate::lost::Lost;
 use crate::object::Class;
 use crate::upstream::{Found, Load, Save, Tally, Upstream};
-use crate::wire::{Hello, MAX_ITEMS, Outcome};
+use crate::wire::{CheckRequest, Hello, MAX_ITEMS, Outcome, encode_numbers};
 
 /// Whom to ask, and as whom.
 #[derive(Clone, Debug)]
@@ -233,14 +234,14 @@ impl Client {
             let done = pins.len();
             let body = link.answer()?;
             if body.len() > (loads.len() - done) * PLACE {
-                return Err(Lost::nonsense("more objects than were asked for"));
+                return Err(nonsense("more objects than were asked for"));
             }
-            let places = decode_places(body).map_err(Lost::nonsense)?;
+            let places = decode_places(body).map_err(nonsense)?;
             for ((place, load), sum) in places.into_iter().zip(&mut loads[done..]).zip(&mut sums[done..]) {
                 pins.push(place.map(|place| place.pin));
                 let Some(place) = place else { continue };
                 let copied = mapped.view.copy(place.place, load.into);
-                let copied = copied.ok_or_else(|| Lost::nonsense("a place outside of its memory"))?;
+                let copied = copied.ok_or_else(|| nonsense("a place outside of its memory"))?;
                 if copied == place.checksum {
                     *sum = Some(copied);
                 } else {
@@ -255,7 +256,7 @@ impl Client {
             link.ask(Op::Damaged, &encode_damaged(id, sum))?;
         }
         if !pins.is_empty() {
-            link.ask(Op::Release, &encode_release(&pins))?;
+            link.ask(Op::Release, &encode_numbers(&pins))?;
         }
         Ok(())
     }
@@ -273,7 +274,7 @@ impl Client {
         let mut items = Vec::with_capacity(objects.len());
         for object in objects {
             let len = length(object);
-            let sum = stage.put(place, object.pieces).ok_or_else(|| Lost::nonsense("a stage that is too short"))?;
+            let sum = stage.put(place, object.pieces).ok_or_else(|| nonsense("a stage that is too short"))?;
             // Bytes that are no longer those of their checksum are refused by the agent like others that changed on the way.
             let checksum = object.checksum.unwrap_or(sum);
             items.push(PutItem { kind: object.kind, at: object.at as u32, len: len as u32, place, checksum });
@@ -281,9 +282,9 @@ impl Client {
         }
         link.allow(self.config.silence);
         link.ask(Op::Put, &encode_put(class, chain, &items))?;
-        let outcomes = decode_outcomes(link.answer()?).map_err(Lost::nonsense)?;
+        let outcomes = decode_outcomes(link.answer()?).map_err(nonsense)?;
         if outcomes.len() != objects.len() {
-            return Err(Lost::nonsense("an answer of another length"));
+            return Err(nonsense("an answer of another length"));
         }
         if outcomes.iter().any(|outcome| outcome.is_there()) {
             self.note_put(link.welcome.agent);
@@ -322,10 +323,10 @@ fn length(object: &Save<'_>) -> u64 {
 impl Upstream for Client {
     fn check(&self, chain: &[Key], slices: usize) -> Result<Found, Error> {
         check_chain(chain)?;
-        let body = encode_check(u32::try_from(slices).unwrap_or(u32::MAX), chain);
+        let body = CheckRequest::encode(u32::try_from(slices).unwrap_or(u32::MAX), chain);
         let (found, other) = self.with(|link| {
             link.ask(Op::Check, &body)?;
-            decode_found(link.answer()?, chain.len()).map_err(Lost::nonsense)
+            decode_found(link.answer()?, chain.len()).map_err(nonsense)
         })?;
         self.pool().other_block_tokens = other;
         Ok(found)
@@ -407,7 +408,7 @@ impl Upstream for Client {
                 let left = until.saturating_duration_since(Instant::now());
                 link.allow(self.config.silence);
                 link.ask(Op::Flush, &encode_flush(left))?;
-                let (all, now) = decode_flushed(link.answer()?).map_err(Lost::nonsense)?;
+                let (all, now) = decode_flushed(link.answer()?).map_err(nonsense)?;
                 if all || Instant::now() >= until {
                     return Ok(Some((all, now)));
                 }
@@ -448,7 +449,7 @@ impl Upstream for Client {
         all.push(("agent_failures".to_owned(), self.failures.load(Ordering::Relaxed)));
         let agents = self.with(|link| {
             link.ask(Op::Stats, &[])?;
-            decode_stats(link.answer()?).map_err(Lost::nonsense)
+            decode_stats(link.answer()?).map_err(nonsense)
         });
         all.push(("agent_up".to_owned(), u64::from(agents.is_ok())));
         all.extend(agents.unwrap_or_default().into_iter().map(|(name, value)| (format!("agent_{name}"), value)));

@@ -10,33 +10,13 @@ use super::pass;
 use super::shm::{Stage, View};
 use super::words::{Greeting, HEADER, Header, MAX_BODY, Op, Status, VERSION, Welcome};
 use crate::error::Error;
+use crate::lost::Lost;
 use crate::net::{Address, Socket, Timed, timed_out, write_pieces};
 use crate::wire::Hello;
 
-/// Why a conversation did not end as hoped.
-pub(super) enum Lost {
-    /// The connection ended: on a kept one the agent may merely have been started again.
-    Gone(Error),
-    /// Nobody says anything.
-    Slow(Error),
-    /// The agent does not let us in, or is none.
-    Refused(Error),
-    /// The agent answered with an error; the conversation may go on.
-    Told(Error),
-}
-
-impl Lost {
-    /// What came is no answer.
-    pub fn nonsense(why: impl std::fmt::Display) -> Self {
-        Self::Refused(Error::Unavailable(format!("the agent answers what makes no sense: {why}")))
-    }
-}
-
-impl From<io::Error> for Lost {
-    fn from(error: io::Error) -> Self {
-        let text = Error::Unavailable(error.to_string());
-        if error.kind() == io::ErrorKind::TimedOut { Self::Slow(text) } else { Self::Gone(text) }
-    }
+/// What came is no answer.
+pub(super) fn nonsense(why: impl std::fmt::Display) -> Lost {
+    Lost::nonsense_of("the agent", why)
 }
 
 /// Memory of an agent, and which one's: shared by all connections to it.
@@ -80,7 +60,7 @@ impl Link {
             return Err(Lost::Gone(Error::Unavailable("the agent closed the connection".to_owned())));
         }
         timed.read_exact(&mut bytes[first..])?;
-        let welcome = Welcome::decode(&bytes).map_err(Lost::nonsense)?;
+        let welcome = Welcome::decode(&bytes).map_err(nonsense)?;
         if welcome.version != VERSION {
             let text = "the agent speaks another version of the protocol; use the same release on both ends";
             return Err(Lost::Refused(Error::Invalid(text.to_owned())));
@@ -91,7 +71,7 @@ impl Link {
         let mapped = if let Some(mapped) = mapped.filter(|mapped| mapped.agent == welcome.agent) {
             mapped
         } else {
-            let fd = fd.ok_or_else(|| Lost::nonsense("a welcome without memory"))?;
+            let fd = fd.ok_or_else(|| nonsense("a welcome without memory"))?;
             let view = View::new(fd.as_fd(), welcome.arena).map_err(Lost::Refused)?;
             Arc::new(Mapped { agent: welcome.agent, view })
         };
@@ -114,12 +94,12 @@ impl Link {
     pub fn part(&mut self) -> Result<Option<&[u8]>, Lost> {
         let mut head = [0; HEADER];
         self.timed.read_exact(&mut head)?;
-        let header = Header::decode(&head).map_err(Lost::nonsense)?;
+        let header = Header::decode(&head).map_err(nonsense)?;
         if header.op != Op::Answer || header.number != self.number {
-            return Err(Lost::nonsense("an answer to something else"));
+            return Err(nonsense("an answer to something else"));
         }
         if header.len as usize > MAX_BODY {
-            return Err(Lost::nonsense("an answer that is too long"));
+            return Err(nonsense("an answer that is too long"));
         }
         self.body.resize(header.len as usize, 0);
         self.timed.read_exact(&mut self.body)?;
@@ -153,6 +133,6 @@ impl Link {
             self.answer()?;
             self.stage = Some(stage);
         }
-        self.stage.as_mut().ok_or_else(|| Lost::nonsense("no stage"))
+        self.stage.as_mut().ok_or_else(|| nonsense("no stage"))
     }
 }

@@ -13,9 +13,8 @@ use super::pass;
 use super::shm::Staged;
 use super::tenants::Tenant;
 use super::words::{
-    Greeting, HEADER, Header, MAX_BODY, Op, PLACE, Place, PutItem, Status, VERSION, Welcome, decode_check,
-    decode_damaged, decode_flush, decode_get, decode_put, decode_release, encode_flushed, encode_found,
-    encode_outcomes, encode_stats, push_place,
+    Greeting, HEADER, Header, MAX_BODY, Op, PLACE, Place, PutItem, Status, VERSION, Welcome, decode_damaged,
+    decode_flush, decode_get, decode_put, encode_flushed, encode_found, encode_outcomes, encode_stats, push_place,
 };
 use crate::checksum::checksum;
 use crate::error::Error;
@@ -23,7 +22,7 @@ use crate::key::{Key, Kind, ObjectId};
 use crate::net::{Socket, Timed, timed_out, write_pieces};
 use crate::object::Class;
 use crate::upstream::Found as Prefix;
-use crate::wire::{Malformed, Outcome};
+use crate::wire::{CheckRequest, Malformed, Outcome, decode_numbers};
 
 /// How often an engine that waits is told that somebody is there.
 const MOMENT: Duration = Duration::from_millis(150);
@@ -168,7 +167,7 @@ impl Peer<'_> {
         let number = header.number;
         match header.op {
             Op::Check => {
-                let (slices, chain) = decode_check(body)?;
+                let CheckRequest { slices, chain } = CheckRequest::decode(body)?;
                 let found = self.check(&chain, slices as usize)?;
                 let other = match self.host.tenants.other_block_tokens(&self.tenant.who, self.writes) {
                     0 => self.tenant.upstream.other_block_tokens(),
@@ -179,7 +178,7 @@ impl Peer<'_> {
             Op::Get => self.get(number, &decode_get(body)?),
             Op::Release => {
                 let mut pins = self.pins();
-                let known = decode_release(body)?.iter().all(|&pin| pins.drop_pin(pin));
+                let known = decode_numbers(body)?.iter().all(|&pin| pins.drop_pin(pin));
                 if known { Ok(()) } else { Err(Malformed("a pin that this connection does not have").into()) }
             }
             Op::Put => {

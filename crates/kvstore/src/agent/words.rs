@@ -12,16 +12,18 @@ use crate::index::MAX_CHAIN;
 use crate::key::{Key, Kind, ObjectId};
 use crate::object::Class;
 use crate::upstream::Found;
-use crate::wire::{Hello, MAX_ITEMS, Malformed, Outcome, Reader};
+use crate::wire::{
+    Hello, MAX_ITEMS, Malformed, Reader, decode_header, encode_header, push_chain, push_count, push_id, read_chain,
+    read_id,
+};
+
+pub use crate::wire::{HEADER, decode_outcomes, encode_outcomes};
 
 /// Raised whenever a word changes its meaning: both ends are of the same release.
 pub const VERSION: u16 = 1;
 
 /// First bytes of everything.
 pub const MAGIC: [u8; 4] = *b"DIKA";
-
-/// Bytes of a frame's header.
-pub const HEADER: usize = 16;
 
 /// Longest body: a put of the longest chain.
 pub const MAX_BODY: usize = 1 << 20;
@@ -106,28 +108,14 @@ pub struct Header {
 impl Header {
     /// As it travels.
     pub fn encode(self) -> [u8; HEADER] {
-        let mut bytes = [0; HEADER];
-        bytes[..4].copy_from_slice(&MAGIC);
-        bytes[4] = self.op as u8;
-        bytes[5] = self.status as u8;
-        bytes[8..12].copy_from_slice(&self.number.to_le_bytes());
-        bytes[12..].copy_from_slice(&self.len.to_le_bytes());
-        bytes
+        encode_header(MAGIC, self.op as u8, self.status as u8, self.number, self.len)
     }
 
     /// # Errors
     /// [`Malformed`] for anything that is no header.
     pub fn decode(bytes: &[u8; HEADER]) -> Result<Self, Malformed> {
-        let mut reader = Reader::new(bytes);
-        if reader.array::<4>()? != MAGIC {
-            return Err(Malformed("a frame does not begin as one"));
-        }
-        let op = Op::from_byte(reader.u8()?).ok_or(Malformed("an operation nobody knows"))?;
-        let status = Status::from_byte(reader.u8()?).ok_or(Malformed("a status nobody knows"))?;
-        if reader.array::<2>()? != [0; 2] {
-            return Err(Malformed("reserved bytes are set"));
-        }
-        Ok(Self { op, status, number: reader.u32()?, len: reader.u32()? })
+        let (op, status, number, len) = decode_header(bytes, MAGIC, Op::from_byte, Status::from_byte)?;
+        Ok(Self { op, status, number, len })
     }
 }
 
@@ -241,49 +229,6 @@ impl Welcome {
     }
 }
 
-fn push_id(body: &mut Vec<u8>, id: ObjectId) {
-    body.push(id.kind as u8);
-    body.extend(id.key.to_bytes());
-}
-
-fn read_id(reader: &mut Reader<'_>) -> Result<ObjectId, Malformed> {
-    let kind = Kind::from_byte(reader.u8()?).ok_or(Malformed("a kind of object nobody knows"))?;
-    Ok(ObjectId { kind, key: reader.key()? })
-}
-
-fn push_count(body: &mut Vec<u8>, count: usize) {
-    body.extend((count as u32).to_le_bytes());
-}
-
-fn read_chain(reader: &mut Reader<'_>) -> Result<Vec<Key>, Malformed> {
-    let count = reader.count(16, MAX_CHAIN)?;
-    let (keys, _) = reader.bytes(16 * count)?.as_chunks::<16>();
-    Ok(keys.iter().map(|&bytes| Key::from_bytes(bytes)).collect())
-}
-
-fn push_chain(body: &mut Vec<u8>, chain: &[Key]) {
-    push_count(body, chain.len());
-    for key in chain {
-        body.extend(key.to_bytes());
-    }
-}
-
-/// A `Check`: most slices wanted, and the chain.
-pub fn encode_check(slices: u32, chain: &[Key]) -> Vec<u8> {
-    let mut body = slices.to_le_bytes().to_vec();
-    push_chain(&mut body, chain);
-    body
-}
-
-/// # Errors
-/// [`Malformed`], also for a chain longer than [`MAX_CHAIN`].
-pub fn decode_check(body: &[u8]) -> Result<(u32, Vec<Key>), Malformed> {
-    let mut reader = Reader::new(body);
-    let (slices, chain) = (reader.u32()?, read_chain(&mut reader)?);
-    reader.end()?;
-    Ok((slices, chain))
-}
-
 /// The answer to a `Check`, with another size of blocks in use under the engine's fingerprint (0: none).
 pub fn encode_found(found: &Found, other_block_tokens: u32) -> Vec<u8> {
     let mut body = other_block_tokens.to_le_bytes().to_vec();
@@ -371,26 +316,6 @@ pub fn decode_places(body: &[u8]) -> Result<Vec<Option<Place>>, Malformed> {
         .collect()
 }
 
-/// Numbers of pins to be dropped.
-pub fn encode_release(pins: &[u64]) -> Vec<u8> {
-    let mut body = Vec::with_capacity(4 + 8 * pins.len());
-    push_count(&mut body, pins.len());
-    for pin in pins {
-        body.extend(pin.to_le_bytes());
-    }
-    body
-}
-
-/// # Errors
-/// [`Malformed`].
-pub fn decode_release(body: &[u8]) -> Result<Vec<u64>, Malformed> {
-    let mut reader = Reader::new(body);
-    let count = reader.count(8, MAX_ITEMS)?;
-    let pins = (0..count).map(|_| reader.u64()).collect::<Result<_, _>>()?;
-    reader.end()?;
-    Ok(pins)
-}
-
 /// An object to be taken from the stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PutItem {
@@ -440,17 +365,6 @@ pub fn decode_put(body: &[u8]) -> Result<(Class, Vec<Key>, Vec<PutItem>), Malfor
     }
     reader.end()?;
     Ok((class, chain, items))
-}
-
-/// The answer to a `Put`.
-pub fn encode_outcomes(outcomes: &[Outcome]) -> Vec<u8> {
-    crate::wire::encode_outcomes(outcomes)
-}
-
-/// # Errors
-/// [`Malformed`].
-pub fn decode_outcomes(body: &[u8]) -> Result<Vec<Outcome>, Malformed> {
-    crate::wire::decode_outcomes(body)
 }
 
 /// A `Flush`: for how long to wait, at most.

@@ -1,37 +1,17 @@
 //! One connection to a server, after its hello.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{IoSlice, Read, Write};
 use std::time::Duration;
 
 use crate::error::Error;
+use crate::lost::Lost;
 use crate::net::{Address, Connection, Socket, Timed};
 use crate::tls::Connector;
 use crate::wire::{Greeting, HEADER, Header, Hello, MAX_BODY, Op, Proof, Role, Status, Welcome};
 
-/// Why a conversation did not end as hoped.
-pub(super) enum Lost {
-    /// The connection ended: on a kept one the server may merely have been started again.
-    Gone(Error),
-    /// Time is over.
-    Slow(Error),
-    /// The server does not let us in, or is none.
-    Refused(Error),
-    /// The server answered with an error; the conversation may go on.
-    Told(Error),
-}
-
-impl Lost {
-    /// What came is no answer.
-    pub fn nonsense(why: impl std::fmt::Display) -> Self {
-        Self::Refused(Error::Unavailable(format!("the KV store answers what makes no sense: {why}")))
-    }
-}
-
-impl From<io::Error> for Lost {
-    fn from(error: io::Error) -> Self {
-        let text = Error::Unavailable(error.to_string());
-        if error.kind() == io::ErrorKind::TimedOut { Self::Slow(text) } else { Self::Gone(text) }
-    }
+/// What came is no answer.
+pub(super) fn nonsense(why: impl std::fmt::Display) -> Lost {
+    Lost::nonsense_of("the KV store", why)
 }
 
 pub(super) struct Link {
@@ -61,7 +41,7 @@ impl Link {
         connection.flush()?;
         let mut welcome = [0; Welcome::LEN];
         connection.read_exact(&mut welcome)?;
-        let welcome = Welcome::decode(&welcome).map_err(Lost::nonsense)?;
+        let welcome = Welcome::decode(&welcome).map_err(nonsense)?;
         if !welcome.all {
             let missing: Vec<&str> =
                 proofs.iter().filter(|(role, _)| !welcome.roles.has(*role)).map(|(role, _)| role.name()).collect();
@@ -96,12 +76,12 @@ impl Link {
 
     /// The body of the answer to the newest request.
     pub fn answer(&mut self) -> Result<&[u8], Lost> {
-        let header = Header::decode(&self.array::<HEADER>()?).map_err(Lost::nonsense)?;
+        let header = Header::decode(&self.array::<HEADER>()?).map_err(nonsense)?;
         if header.op != Op::Answer || header.number != self.number {
-            return Err(Lost::nonsense("an answer to something else"));
+            return Err(nonsense("an answer to something else"));
         }
         if header.len as usize > MAX_BODY {
-            return Err(Lost::nonsense("an answer that is too long"));
+            return Err(nonsense("an answer that is too long"));
         }
         self.body.resize(header.len as usize, 0);
         self.connection.read_exact(&mut self.body)?;

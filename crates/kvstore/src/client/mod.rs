@@ -16,14 +16,15 @@ use crate::checksum::{Sum, checksum};
 use crate::error::Error;
 use crate::index::check_chain;
 use crate::key::{Key, ObjectId};
+use crate::lost::Lost;
 use crate::net::Address;
 use crate::object::Class;
 use crate::tls::{ClientTls, Connector};
 use crate::wire::{
     AnswerStart, CheckAnswer, CheckRequest, GetItem, GetRequest, Hello, MAX_ITEMS, MAX_WRITE, MetaFields, Op, Outcome,
-    Proof, Role, WriteHead, decode_outcomes, decode_started, encode_put_ids, encode_start,
+    Proof, Role, WriteHead, decode_outcomes, decode_started, encode_numbers, encode_start,
 };
-use link::{Link, Lost};
+use link::{Link, nonsense};
 
 /// Longest name of a tenant, bytes.
 pub const MAX_TENANT: usize = 128;
@@ -255,7 +256,7 @@ impl Client {
         let answer = self.with(self.config.connect + self.config.check, |link| {
             link.ask(Op::Check, &body)?;
             let answer = link.answer()?;
-            CheckAnswer::decode(answer).map_err(Lost::nonsense)
+            CheckAnswer::decode(answer).map_err(nonsense)
         })?;
         if answer.blocks as usize > chain.len() {
             return Err(self.silent("it found more blocks than were asked for"));
@@ -297,7 +298,7 @@ impl Client {
             link.ask(Op::Get, &body)?;
             link.answer()?;
             for (fetch, sum) in fetches.iter_mut().zip(sums.iter_mut()) {
-                let start = AnswerStart::decode(&link.array()?).map_err(Lost::nonsense)?;
+                let start = AnswerStart::decode(&link.array()?).map_err(nonsense)?;
                 // What an earlier connection brought is written over from here on.
                 *sum = None;
                 if start.hit {
@@ -344,9 +345,9 @@ impl Client {
         let body = encode_start(&items);
         self.with(self.config.connect.max(self.config.get), |link| {
             link.ask(Op::Start, &body)?;
-            let started = decode_started(link.answer()?).map_err(Lost::nonsense)?;
+            let started = decode_started(link.answer()?).map_err(nonsense)?;
             if started.len() != group.len() {
-                return Err(Lost::nonsense("an answer of another length"));
+                return Err(nonsense("an answer of another length"));
             }
             let mut ids = Vec::new();
             for (object, answer) in group.iter().zip(&started) {
@@ -359,10 +360,10 @@ impl Client {
             let mut done = Vec::new();
             if !ids.is_empty() {
                 link.allow(self.config.request);
-                link.ask(Op::Commit, &encode_put_ids(&ids))?;
-                done = decode_outcomes(link.answer()?).map_err(Lost::nonsense)?;
+                link.ask(Op::Commit, &encode_numbers(&ids))?;
+                done = decode_outcomes(link.answer()?).map_err(nonsense)?;
                 if done.len() != ids.len() {
-                    return Err(Lost::nonsense("an answer of another length"));
+                    return Err(nonsense("an answer of another length"));
                 }
             }
             let mut done = done.into_iter();
@@ -392,7 +393,7 @@ impl Client {
         self.with(self.config.request, |link| {
             link.ask(Op::Admin, command.as_bytes())?;
             let answer = link.answer()?;
-            String::from_utf8(answer.to_vec()).map_err(|_| Lost::nonsense("an answer that is no text"))
+            String::from_utf8(answer.to_vec()).map_err(|_| nonsense("an answer that is no text"))
         })
     }
 }

@@ -14,7 +14,7 @@ use crate::store::{Got, PutId, Rule, Started, Want};
 use crate::upstream::outcome;
 use crate::wire::{
     AnswerStart, CheckAnswer, CheckRequest, GetItem, GetRequest, Greeting, HEADER, Header, Hello, MAX_BODY, MAX_WRITE,
-    Malformed, Op, Role, Roles, Status, Welcome, WriteHead, decode_put_ids, decode_start, encode_outcomes,
+    Malformed, Op, Role, Roles, Status, Welcome, WriteHead, decode_numbers, decode_start, encode_outcomes,
     encode_started,
 };
 
@@ -219,7 +219,7 @@ impl Peer<'_> {
             }
             Op::Commit => self.commit(header.number, body),
             Op::Revoke => {
-                let ids = decode_put_ids(body)?;
+                let ids = decode_numbers(body)?;
                 ids.iter().try_for_each(|&id| self.own(id))?;
                 self.shared.store.revoke(&ids.iter().map(|&id| PutId(id)).collect::<Vec<_>>());
                 self.forget(&ids);
@@ -280,7 +280,7 @@ impl Peer<'_> {
     }
 
     fn commit(&mut self, number: u32, body: &[u8]) -> Result<(), Fault> {
-        let ids = decode_put_ids(body)?;
+        let ids = decode_numbers(body)?;
         ids.iter().try_for_each(|&id| self.own(id))?;
         let puts: Vec<PutId> = ids.iter().map(|&id| PutId(id)).collect();
         let done = self.shared.store.commit(&puts, self.rule);

@@ -1,7 +1,9 @@
-//! Reading fields of a body one after the other, never beyond its end.
+//! Fields of frames and bodies, of this protocol and of the agent's: written, and read one after the other, never beyond the end.
 
+use super::{HEADER, MAX_ITEMS};
 use crate::error::Error;
-use crate::key::Key;
+use crate::index::MAX_CHAIN;
+use crate::key::{Key, Kind, ObjectId};
 
 /// A body that is none: says what is wrong with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -121,6 +123,84 @@ impl<'a> Reader<'a> {
     pub fn end(self) -> Result<(), Malformed> {
         if self.rest.is_empty() { Ok(()) } else { Err(Malformed("a body goes on after its end")) }
     }
+}
+
+/// Header of a frame as it travels: operation and status by their bytes.
+pub(crate) fn encode_header(magic: [u8; 4], op: u8, status: u8, number: u32, len: u32) -> [u8; HEADER] {
+    let mut bytes = [0; HEADER];
+    bytes[..4].copy_from_slice(&magic);
+    bytes[4] = op;
+    bytes[5] = status;
+    bytes[8..12].copy_from_slice(&number.to_le_bytes());
+    bytes[12..].copy_from_slice(&len.to_le_bytes());
+    bytes
+}
+
+/// Operation, status, number and length of a header.
+pub(crate) fn decode_header<O, S>(
+    bytes: &[u8; HEADER],
+    magic: [u8; 4],
+    op: impl Fn(u8) -> Option<O>,
+    status: impl Fn(u8) -> Option<S>,
+) -> Result<(O, S, u32, u32), Malformed> {
+    let mut reader = Reader::new(bytes);
+    if reader.array::<4>()? != magic {
+        return Err(Malformed("a frame does not begin as one"));
+    }
+    let op = op(reader.u8()?).ok_or(Malformed("an operation nobody knows"))?;
+    let status = status(reader.u8()?).ok_or(Malformed("a status nobody knows"))?;
+    if reader.array::<2>()? != [0; 2] {
+        return Err(Malformed("reserved bytes are set"));
+    }
+    Ok((op, status, reader.u32()?, reader.u32()?))
+}
+
+pub(crate) fn push_id(body: &mut Vec<u8>, id: ObjectId) {
+    body.push(id.kind as u8);
+    body.extend(id.key.to_bytes());
+}
+
+pub(crate) fn read_id(reader: &mut Reader<'_>) -> Result<ObjectId, Malformed> {
+    let kind = Kind::from_byte(reader.u8()?).ok_or(Malformed("a kind of object nobody knows"))?;
+    Ok(ObjectId { kind, key: reader.key()? })
+}
+
+pub(crate) fn push_count(body: &mut Vec<u8>, count: usize) {
+    body.extend((count as u32).to_le_bytes());
+}
+
+pub(crate) fn push_chain(body: &mut Vec<u8>, chain: &[Key]) {
+    push_count(body, chain.len());
+    for key in chain {
+        body.extend(key.to_bytes());
+    }
+}
+
+/// Also refuses a chain longer than [`MAX_CHAIN`].
+pub(crate) fn read_chain(reader: &mut Reader<'_>) -> Result<Vec<Key>, Malformed> {
+    let count = reader.count(16, MAX_CHAIN)?;
+    let (keys, _) = reader.bytes(16 * count)?.as_chunks::<16>();
+    Ok(keys.iter().map(|&bytes| Key::from_bytes(bytes)).collect())
+}
+
+/// Puts to be committed or revoked, or pins to be dropped, as they travel.
+pub fn encode_numbers(numbers: &[u64]) -> Vec<u8> {
+    let mut body = Vec::with_capacity(4 + 8 * numbers.len());
+    push_count(&mut body, numbers.len());
+    for number in numbers {
+        body.extend(number.to_le_bytes());
+    }
+    body
+}
+
+/// # Errors
+/// [`Malformed`], also for more than [`MAX_ITEMS`].
+pub fn decode_numbers(body: &[u8]) -> Result<Vec<u64>, Malformed> {
+    let mut reader = Reader::new(body);
+    let count = reader.count(8, MAX_ITEMS)?;
+    let numbers = (0..count).map(|_| reader.u64()).collect::<Result<_, _>>()?;
+    reader.end()?;
+    Ok(numbers)
 }
 
 #[cfg(test)]

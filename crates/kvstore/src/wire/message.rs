@@ -1,29 +1,15 @@
 //! Bodies of requests and answers.
 
-use super::fields::{Malformed, Reader};
+use super::fields::{Malformed, Reader, push_chain, push_count, push_id, read_chain, read_id};
 use super::{MAX_ITEMS, MAX_WRITE};
 use crate::index::MAX_CHAIN;
-use crate::key::{Key, Kind, ObjectId};
+use crate::key::{Key, ObjectId};
 use crate::object::Class;
 
 /// Bytes of an object's name.
 const ID: usize = 17;
 /// Bytes of what a put says of an object.
 const META: usize = ID + 17 + 1 + 4 + 8;
-
-fn push_id(body: &mut Vec<u8>, id: ObjectId) {
-    body.push(id.kind as u8);
-    body.extend(id.key.to_bytes());
-}
-
-fn read_id(reader: &mut Reader<'_>) -> Result<ObjectId, Malformed> {
-    let kind = Kind::from_byte(reader.u8()?).ok_or(Malformed("a kind of object nobody knows"))?;
-    Ok(ObjectId { kind, key: reader.key()? })
-}
-
-fn push_count(body: &mut Vec<u8>, count: usize) {
-    body.extend((count as u32).to_le_bytes());
-}
 
 /// Longest present prefix of a chain, and which of its blocks have slices.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,10 +25,7 @@ impl CheckRequest {
     pub fn encode(slices: u32, chain: &[Key]) -> Vec<u8> {
         let mut body = Vec::with_capacity(8 + 16 * chain.len());
         body.extend(slices.to_le_bytes());
-        push_count(&mut body, chain.len());
-        for key in chain {
-            body.extend(key.to_bytes());
-        }
+        push_chain(&mut body, chain);
         body
     }
 
@@ -50,12 +33,9 @@ impl CheckRequest {
     /// [`Malformed`], also for a chain longer than [`MAX_CHAIN`].
     pub fn decode(body: &[u8]) -> Result<Self, Malformed> {
         let mut reader = Reader::new(body);
-        let slices = reader.u32()?;
-        let count = reader.count(16, MAX_CHAIN)?;
-        let chain = reader.bytes(16 * count)?;
+        let (slices, chain) = (reader.u32()?, read_chain(&mut reader)?);
         reader.end()?;
-        let (keys, _) = chain.as_chunks::<16>();
-        Ok(Self { slices, chain: keys.iter().map(|&bytes| Key::from_bytes(bytes)).collect() })
+        Ok(Self { slices, chain })
     }
 }
 
@@ -329,26 +309,6 @@ impl WriteHead {
     }
 }
 
-/// Puts to be committed or revoked, as they travel.
-pub fn encode_put_ids(ids: &[u64]) -> Vec<u8> {
-    let mut body = Vec::with_capacity(4 + 8 * ids.len());
-    push_count(&mut body, ids.len());
-    for id in ids {
-        body.extend(id.to_le_bytes());
-    }
-    body
-}
-
-/// # Errors
-/// [`Malformed`], also for more than [`MAX_ITEMS`].
-pub fn decode_put_ids(body: &[u8]) -> Result<Vec<u64>, Malformed> {
-    let mut reader = Reader::new(body);
-    let count = reader.count(8, MAX_ITEMS)?;
-    let ids = (0..count).map(|_| reader.u64()).collect::<Result<_, _>>()?;
-    reader.end()?;
-    Ok(ids)
-}
-
 /// The answer to a `Commit`, as it travels.
 pub fn encode_outcomes(outcomes: &[Outcome]) -> Vec<u8> {
     let mut body = Vec::with_capacity(4 + outcomes.len());
@@ -374,7 +334,9 @@ pub fn decode_outcomes(body: &[u8]) -> Result<Vec<Outcome>, Malformed> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use super::super::{decode_numbers, encode_numbers};
     use super::*;
+    use crate::key::Kind;
     use proptest::prelude::*;
 
     fn ids() -> impl Strategy<Value = ObjectId> {
@@ -407,7 +369,7 @@ mod tests {
                 .collect();
             prop_assert_eq!(decode_start(&encode_start(&metas)).unwrap(), metas);
             prop_assert_eq!(decode_started(&encode_started(&started)).unwrap(), started);
-            prop_assert_eq!(decode_put_ids(&encode_put_ids(&puts)).unwrap(), puts);
+            prop_assert_eq!(decode_numbers(&encode_numbers(&puts)).unwrap(), puts);
             prop_assert_eq!(decode_outcomes(&encode_outcomes(&ends)).unwrap(), ends);
         }
 
@@ -418,7 +380,7 @@ mod tests {
             let _ = GetRequest::decode(&body);
             let _ = decode_start(&body);
             let _ = decode_started(&body);
-            let _ = decode_put_ids(&body);
+            let _ = decode_numbers(&body);
             let _ = decode_outcomes(&body);
             let _ = WriteHead::decode(&body);
         }

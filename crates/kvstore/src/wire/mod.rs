@@ -12,12 +12,12 @@ mod fields;
 mod hello;
 mod message;
 
-pub use fields::{Malformed, Reader};
+pub use fields::{Malformed, Reader, decode_numbers, encode_numbers};
+pub(crate) use fields::{decode_header, encode_header, push_chain, push_count, push_id, read_chain, read_id};
 pub use hello::{Greeting, Hello, Proof, Role, Roles, Welcome};
 pub use message::{
     Answer, AnswerStart, CheckAnswer, CheckRequest, GetItem, GetRequest, MetaFields, Outcome, WriteHead,
-    decode_outcomes, decode_put_ids, decode_start, decode_started, encode_outcomes, encode_put_ids, encode_start,
-    encode_started,
+    decode_outcomes, decode_start, decode_started, encode_outcomes, encode_start, encode_started,
 };
 
 /// Raised whenever a word changes its meaning. A client and a server of different versions part at the greeting.
@@ -124,28 +124,14 @@ pub struct Header {
 impl Header {
     /// As it travels.
     pub fn encode(self) -> [u8; HEADER] {
-        let mut bytes = [0; HEADER];
-        bytes[..4].copy_from_slice(&MAGIC);
-        bytes[4] = self.op as u8;
-        bytes[5] = self.status as u8;
-        bytes[8..12].copy_from_slice(&self.number.to_le_bytes());
-        bytes[12..].copy_from_slice(&self.len.to_le_bytes());
-        bytes
+        encode_header(MAGIC, self.op as u8, self.status as u8, self.number, self.len)
     }
 
     /// # Errors
     /// [`Malformed`] for anything that is no header.
     pub fn decode(bytes: &[u8; HEADER]) -> Result<Self, Malformed> {
-        let mut reader = Reader::new(bytes);
-        if reader.array::<4>()? != MAGIC {
-            return Err(Malformed("a frame does not begin as one"));
-        }
-        let op = Op::from_byte(reader.u8()?).ok_or(Malformed("an operation nobody knows"))?;
-        let status = Status::from_byte(reader.u8()?).ok_or(Malformed("a status nobody knows"))?;
-        if reader.array::<2>()? != [0; 2] {
-            return Err(Malformed("reserved bytes are set"));
-        }
-        Ok(Self { op, status, number: reader.u32()?, len: reader.u32()? })
+        let (op, status, number, len) = decode_header(bytes, MAGIC, Op::from_byte, Status::from_byte)?;
+        Ok(Self { op, status, number, len })
     }
 }
 

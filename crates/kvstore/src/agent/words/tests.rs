@@ -5,6 +5,8 @@ use proptest::prelude::*;
 
 use super::*;
 
+use crate::wire::{CheckRequest, decode_numbers, encode_numbers};
+
 fn id(number: u64) -> ObjectId {
     ObjectId { kind: if number.is_multiple_of(2) { Kind::Block } else { Kind::Slice }, key: Key(number.into()) }
 }
@@ -35,7 +37,10 @@ fn words_are_read_as_they_are_written() {
     };
     assert_eq!(Welcome::decode(&welcome.encode()), Ok(welcome));
     let chain: Vec<Key> = (0..5).map(Key).collect();
-    assert_eq!(decode_check(&encode_check(3, &chain)), Ok((3, chain.clone())));
+    assert_eq!(
+        CheckRequest::decode(&CheckRequest::encode(3, &chain)),
+        Ok(CheckRequest { slices: 3, chain: chain.clone() })
+    );
     let found = Found { blocks: 5, slices: vec![4, 1], near: 2 };
     assert_eq!(decode_found(&encode_found(&found, 64), 5), Ok((found.clone(), 64)));
     assert!(decode_found(&encode_found(&found, 64), 4).is_err());
@@ -50,7 +55,7 @@ fn words_are_read_as_they_are_written() {
     }
     assert_eq!(decode_places(&body), Ok(places.to_vec()));
     assert!(decode_places(&body[1..]).is_err() && decode_places(&[]).is_err());
-    assert_eq!(decode_release(&encode_release(&[1, u64::MAX])), Ok(vec![1, u64::MAX]));
+    assert_eq!(decode_numbers(&encode_numbers(&[1, u64::MAX])), Ok(vec![1, u64::MAX]));
     let item = PutItem { kind: Kind::Slice, at: 4, len: 6, place: 1 << 33, checksum: 8 };
     assert_eq!(decode_put(&encode_put(Class::Agent, &chain, &[item])), Ok((Class::Agent, chain.clone(), vec![item])));
     assert!(decode_put(&encode_put(Class::Agent, &chain[..4], &[item])).is_err());
@@ -68,14 +73,14 @@ proptest! {
         let mut counted = count.to_le_bytes().to_vec();
         counted.extend(&bytes);
         for body in [&bytes, &counted] {
-            if let Ok((slices, chain)) = decode_check(body) {
-                prop_assert_eq!(&encode_check(slices, &chain), body);
+            if let Ok(CheckRequest { slices, chain }) = CheckRequest::decode(body) {
+                prop_assert_eq!(&CheckRequest::encode(slices, &chain), body);
             }
             if let Ok(items) = decode_get(body) {
                 prop_assert_eq!(&encode_get(items.into_iter()), body);
             }
-            if let Ok(pins) = decode_release(body) {
-                prop_assert_eq!(&encode_release(&pins), body);
+            if let Ok(pins) = decode_numbers(body) {
+                prop_assert_eq!(&encode_numbers(&pins), body);
             }
             if let Ok((class, chain, items)) = decode_put(body) {
                 prop_assert!(items.iter().all(|item| (item.at as usize) < chain.len()));
