@@ -7,14 +7,13 @@ needs 5 · 127 + 1 = 636 tokens behind it, one without 10 · 127 + 1 = 1271, of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 
 from deepinfer.kvcache.block_tier import MemoryTier
 from deepinfer.kvcache.state_slices import HostSlices
-from deepseek_v41.test_slices import FIRST, STORED, Made, nats, stats_of, text
+from deepseek_v41.test_slices import FIRST, STORED, Made, answers_alone, nats, stats_of, text
 from engine_kit import Answer, generate, same_bits
 from store_kit import Tier, ask, at_rest
 
@@ -29,14 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, device: str) -> Any:
 
 @pytest.fixture(scope="module")
 def alone(made: Made) -> Callable[..., Answer]:
-    """Answers that nothing cached has a part in."""
-
-    @cache
-    def once(prompt: tuple[int, ...], count: int = 3) -> Answer:
-        with made(enable_prefix_caching=False, zero_overhead=False, max_num_batched_tokens=3200) as engine:
-            return generate(engine, [prompt], FIRST.clone(max_tokens=count))[0]
-
-    return once
+    return answers_alone(made)
 
 
 def first_turn(made: Made, tier: MemoryTier, length: int, policy: str = "exact", **settings: Any) -> None:

@@ -61,8 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, device: str) -> Any:
         yield Made(patch, tmp_path_factory.mktemp("slices"), device)
 
 
-@pytest.fixture(scope="module")
-def alone(made: Made) -> Callable[..., Answer]:
+def answers_alone(made: Made) -> Callable[..., Answer]:
     """Answers that nothing cached has a part in."""
 
     @cache
@@ -71,6 +70,11 @@ def alone(made: Made) -> Callable[..., Answer]:
             return generate(engine, [prompt], FIRST.clone(max_tokens=count))[0]
 
     return once
+
+
+@pytest.fixture(scope="module")
+def alone(made: Made) -> Callable[..., Answer]:
+    return answers_alone(made)
 
 
 def stats_of(engine: Engine, before: dict[str, int] | None = None) -> dict[str, int]:
