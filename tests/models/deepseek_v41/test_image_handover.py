@@ -58,10 +58,12 @@ def alone(made: Path) -> list[engine_kit.Answer]:
 
 
 def test_a_handed_over_answer_is_that_of_one_engine(made: Path, alone: list[engine_kit.Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the engine that goes on has to compute images again, since it has room for few sequences."""
-    pair = Pair(monkeypatch, "cpu", model=str(made), completion={"num_kv_blocks": 8}, **SETTINGS)
-    for found, want in zip(pair.generate(requests(pair.prompt)), alone, strict=True):
-        assert engine_kit.same_bits(want, found), (want, found)
+    """Also where the engine that goes on has to compute images again: it has room for few sequences and keeps nothing of them."""
+    pair = Pair(monkeypatch, "cpu", model=str(made), completion={"num_kv_blocks": 8, "enable_prefix_caching": False}, **SETTINGS)
+    for count in (3, 2):  # of three, the one without an image may be the only one that makes room
+        which = [replace(r, request_id=f"{r.request_id} of {count}") for r in requests(pair.prompt)[:count]]
+        for found, want in zip(pair.generate(which), alone, strict=False):
+            assert engine_kit.same_bits(want, found), (want, found)
     assert pair.completion.core_stats()["preemptions"] > 0
     assert pair.completion.model._vision.computed > 0  # type: ignore[attr-defined]
     pair.check_rest()
