@@ -371,3 +371,31 @@ def test_no_engine_outlives_a_killed_front(device: str, where: str, when: str) -
         front.kill()
         with contextlib.suppress(Exception):
             front.communicate(timeout=5)
+
+
+def test_metrics_come_from_an_engine_that_works(shared: AsyncLLM, run: Run[Any]) -> None:
+    async def measure() -> None:
+        before = (await shared.metrics())["engine"]
+        stream = shared.generate("metrics", LONG)
+        await anext(stream)
+        during = (await shared.metrics())["engine"]
+        assert during.running == 1 and during.totals["steps"] > before.totals["steps"]
+        last = await last_of(stream)
+        after = (await shared.metrics())["engine"]
+        assert len(last.outputs[0].token_ids) == LONG.max_tokens
+        assert after.totals["output_tokens"] - before.totals["output_tokens"] == LONG.max_tokens
+        assert after.asked_tokens - before.asked_tokens == len(last.prompt_token_ids) <= after.chunk_rows <= after.chunk_budget
+        assert after.idle_ns >= during.idle_ns and after.host_time.sum_ns >= after.hidden_ns
+        assert shared.restarts == {}
+
+    run(measure())
+
+
+def test_metrics_of_a_dead_engine_are_an_error(device: str) -> None:
+    async def kill() -> None:
+        async with AsyncLLM(api_kit.tiny_model(), device=device, **api_kit.SETTINGS) as llm:
+            os.kill(llm.engine_pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(llm.metrics(), 10)
+
+    asyncio.run(kill())

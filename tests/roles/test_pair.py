@@ -295,6 +295,9 @@ def test_without_reruns_the_requests_of_a_dead_process_fail_and_the_others_finis
             assert time.monotonic() - killed < 2
             assert (await decodes).outputs[0].finish_reason == "length" and pair.is_running
             assert (await last_of(pair.generate("later", GREEDY))).finished  # waits for the process that starts
+            assert pair.restarts == {"prompt": 1, "completion": 0}
+            metrics = await pair.metrics()  # each since its process was started last
+            assert metrics["prompt"].totals["finished_handover"] == 1 <= metrics["completion"].totals["finished_length"] == 2
             await at_rest(pair, LEASE + 2)
             os.kill(pair.prompt_pid, signal.SIGKILL)  # the second time within a minute, and one restart is allowed
             while pair.is_running:

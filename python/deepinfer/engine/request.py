@@ -21,6 +21,7 @@ from deepinfer.worker.grammar import Grammar
 
 if TYPE_CHECKING:
     from deepinfer import _core
+    from deepinfer.engine.step_log import EngineMetrics
 
 
 class TokenLogprobs(NamedTuple):
@@ -151,6 +152,9 @@ class EngineLike(Protocol):
 
     def core_counts(self) -> _core.Counts:
         """Blocks and state slots by state."""
+
+    def metrics(self) -> EngineMetrics:
+        """Everything that is counted, at this moment; cheap, and without waiting for the device."""
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits float32 ``[len(token_ids), vocab_size]`` of every position in one forward, outside the running batch."""

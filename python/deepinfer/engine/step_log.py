@@ -45,17 +45,19 @@ class EngineMetrics:
         running, decoding: sequences that hold a lane now; of these, those past their prompt.
         waiting: sequences that wait now, by reason: ``resources`` (of these ``preempted``), ``grammar``, ``kv``, ``fork``, ``handover``.
         steps: completed or in flight, by type: ``decode``, ``prefill``, ``mixed``, ``dummy``; ``idle`` are plans with nothing to run.
-        chunk_fill: prefill rows of a step against the rows it had for them, by tenths (index 10: all of them).
+        chunk_fill: prefill rows of a step against the rows it had for them, by tenths (index 10: all of them); ``chunk_rows`` and
+            ``chunk_budget`` are the sums of both.
         preemptions: by kind: ``recompute``, ``swap``.
         hit_tokens, asked_tokens: tokens of admitted sequences found in the index, and all of them.
         starts: of models with windows, how sequences began: ``nothing`` found, from a ``snapshot``, from a ``slice``, or by a ``rerun``.
         rerun_tokens: of these models, tokens found in the index and computed again.
-        blocks, slots: pages of each paged group, and state slots, by state, now.
-        votes: rounds of the rank group by outcome.
+        blocks, slots: pages of each paged group, and state slots, by state, now. ``host_blocks``, ``host_slots``: those in host memory;
+            ``snapshots``: of states, ``cached`` ones are ready and ``held`` ones in use.
+        votes: rounds of the rank group by outcome; ``second_rounds`` is how many of them took two.
         drafts_asked, drafts_taken: how often a draft stood at each position, and was accepted there.
         device_time, host_time: of completed steps.
-        bubble: part of the device's time in which it stood still although there was work.
-        overlap: part of the host's work that was hidden under the device's.
+        idle_ns: time in which the device stood still although there was work; ``bubble``: its part of the device's time.
+        hidden_ns: the host's work that was hidden under the device's; ``overlap``: its part of the host's work.
         tables: of models that read rows of tables in files: ``rows``, ``lookups``, ``hits``, ``misses``, ``evictions``, ``bytes_read``,
             ``capacity`` (see ``models.base.TableModel``); empty for others.
         slices: of engines that keep slices of states: ``cut``, ``put_back``, ``gone``, ``faults``, and of a tier in host memory ``slices``
@@ -69,6 +71,8 @@ class EngineMetrics:
     waiting: dict[str, int]
     steps: dict[str, int]
     chunk_fill: tuple[int, ...]
+    chunk_rows: int
+    chunk_budget: int
     preemptions: dict[str, int]
     hit_tokens: int
     asked_tokens: int
@@ -76,11 +80,17 @@ class EngineMetrics:
     rerun_tokens: int
     blocks: tuple[_core.PoolCounts, ...]
     slots: _core.PoolCounts
+    host_blocks: _core.PoolCounts
+    host_slots: _core.PoolCounts
+    snapshots: _core.PoolCounts
     votes: dict[str, int]
+    second_rounds: int
     drafts_asked: tuple[int, ...]
     drafts_taken: tuple[int, ...]
     device_time: Times
     host_time: Times
+    idle_ns: int
+    hidden_ns: int
     bubble: float
     overlap: float
     tables: dict[str, int]
@@ -97,7 +107,7 @@ class EngineMetrics:
     ) -> EngineMetrics:
         """One snapshot of the core, beside what the model says of its tables and the engine of its slices and its KV store."""
         m = core.metrics()
-        t, votes = m["totals"], m["votes"]
+        t, votes, pools, chunks = m["totals"], m["votes"], m["pools"], m["chunk_fill"]
         return cls(
             totals=t,
             running=t["running"],
@@ -111,14 +121,19 @@ class EngineMetrics:
                 "handover": t["wait_handover"],
             },
             steps={kind: t[f"{kind}_steps"] for kind in ("decode", "prefill", "mixed", "dummy")} | {"idle": t["idle_plans"]},
-            chunk_fill=tuple(m["chunk_fill"]["counts"]),
+            chunk_fill=tuple(chunks["counts"]),
+            chunk_rows=chunks["part"],
+            chunk_budget=chunks["whole"],
             preemptions={"recompute": t["preemptions"] - t["swapped_out"], "swap": t["swapped_out"]},
             hit_tokens=t["hit_tokens"],
             asked_tokens=t["asked_tokens"],
             starts={kind: t[f"start_{kind}"] for kind in ("nothing", "snapshot", "slice", "rerun")},
             rerun_tokens=t["rerun_tokens"],
-            blocks=tuple(m["pools"]["groups"]),
-            slots=m["pools"]["slots"],
+            blocks=tuple(pools["groups"]),
+            slots=pools["slots"],
+            host_blocks=pools["host_blocks"],
+            host_slots=pools["host_slots"],
+            snapshots=pools["snapshots"],
             votes={
                 "idle": votes["idle"],
                 "decode": votes["decode"],
@@ -126,10 +141,13 @@ class EngineMetrics:
                 "fallback": votes["fallback"],
                 "error": votes["error"],
             },
+            second_rounds=votes["second_rounds"],
             drafts_asked=tuple(m["drafts_asked"]),
             drafts_taken=tuple(m["drafts_taken"]),
             device_time=Times(tuple(m["device_time"]["counts"]), m["device_time"]["sum_ns"]),
             host_time=Times(tuple(m["host_time"]["counts"]), m["host_time"]["sum_ns"]),
+            idle_ns=m["idle_ns"],
+            hidden_ns=m["hidden_ns"],
             bubble=m["bubble"],
             overlap=m["overlap"],
             tables=dict(tables or {}),

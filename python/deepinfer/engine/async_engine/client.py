@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from deepinfer import _core
+    from deepinfer.engine.step_log import EngineMetrics
 
 
 class AsyncLLM(AsyncFront):
@@ -87,6 +88,11 @@ class AsyncLLM(AsyncFront):
         """The engine's blocks and state slots by state."""
         await self.ready()
         return (await self._line.call(wire.Count)).counts
+
+    async def metrics(self) -> dict[str, EngineMetrics]:
+        """Everything that is counted, of ``"engine"``: see the base."""
+        await self.ready()
+        return {"engine": (await self._line.call(wire.Measure)).metrics}
 
     # The other process
 

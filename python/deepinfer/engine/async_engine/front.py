@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.chat_template import Message
@@ -25,6 +25,9 @@ from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, InvalidRequestError
 from deepinfer.outputs import RequestOutput
 from deepinfer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.engine.step_log import EngineMetrics
 
 ENGINE = "deepinfer.engine.engine:Engine"
 _LONG_PROMPT = 20_000
@@ -178,6 +181,16 @@ class AsyncFront(ABC):
     def has_chat_template(self) -> bool:
         """Whether :meth:`chat_prompt` can be used."""
         return self._text.chat_template is not None
+
+    @abstractmethod
+    async def metrics(self) -> dict[str, EngineMetrics]:
+        """Everything that is counted, of each engine process by its name. A process answers between two steps, so when its step in work
+        has been planned and handed out at the latest; one that is being started again, when it is up."""
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each engine process was started again."""
+        return {}
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if the model has none."""

@@ -87,7 +87,7 @@ class EngineLine:
                 for message in self._unpacker.feed(data):
                     if isinstance(message, wire.Died):
                         failure = EngineDeadError(f"the {self._name} stopped: {message.error.message}")
-                    elif isinstance(message, wire.LogitsDone | wire.Counted):
+                    elif isinstance(message, wire.Answer):
                         self._answer(message)
                     elif not isinstance(message, wire.Beat):
                         heard(message)
@@ -138,11 +138,11 @@ class EngineLine:
         finally:
             del self._calls[number]
 
-    def _answer(self, message: wire.LogitsDone | wire.Counted) -> None:
+    def _answer(self, message: wire.Answer) -> None:
         waiting = self._calls.get(message.call)
         if waiting is None or waiting.done():
             return
-        error = message.error if isinstance(message, wire.LogitsDone) else None
+        error = None if isinstance(message, wire.Counted) else message.error
         if error is None:
             waiting.set_result(message)
         else:

@@ -117,6 +117,11 @@ class EngineLoop:
                     self.send(wire.LogitsDone(call, None, wire.ErrorData.of(e)))
             case wire.Count(call):
                 self.send(wire.Counted(call, engine.core_counts()))
+            case wire.Measure(call):
+                try:
+                    self.send(wire.Measured(call, engine.metrics()))
+                except Exception as e:  # a model's own counters; nothing that the steps need
+                    self.send(wire.Measured(call, None, wire.ErrorData.of(e)))
             case wire.Close():
                 self.stop()
 

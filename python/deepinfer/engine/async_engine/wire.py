@@ -21,6 +21,7 @@ from deepinfer.models.images import ImageProcessor
 
 if TYPE_CHECKING:
     from deepinfer import _core
+    from deepinfer.engine.step_log import EngineMetrics
     from deepinfer.worker.grammar import Grammar
 
 LENGTH = struct.Struct("<Q")
@@ -119,6 +120,13 @@ class Count:
 
 
 @dataclass(slots=True)
+class Measure:
+    """Copy everything that is counted; answered by :class:`Measured`."""
+
+    call: int
+
+
+@dataclass(slots=True)
 class Close:
     """End the process."""
 
@@ -189,6 +197,18 @@ class Counted:
 
     call: int
     counts: _core.Counts
+
+
+@dataclass(slots=True)
+class Measured:
+    """Answer to :class:`Measure`."""
+
+    call: int
+    metrics: EngineMetrics | None
+    error: ErrorData | None = None
+
+
+Answer = LogitsDone | Counted | Measured
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from deepinfer import _core
+    from deepinfer.engine.step_log import EngineMetrics
 
 _WINDOW = 60.0
 """Seconds within which more restarts than allowed end the pair."""
@@ -49,10 +50,12 @@ class _Side:
         self.up = False
         self.waiting: list[tuple[str, Any]] = []  # (key, message) for the next life
         self.ends: deque[float] = deque()
+        self.restarts = 0
 
     def start_again(self) -> None:
         """Begins the next life; its line is to be connected."""
         self.line = self._make()
+        self.restarts += 1
 
     def tell(self, message: Any) -> None:
         """To this life only."""
@@ -154,6 +157,16 @@ class PrefillDecodePair(AsyncFront):
     async def core_counts(self) -> dict[str, _core.Counts]:
         """Blocks and state slots by state, of ``"prompt"`` and ``"completion"``. Raises EngineDeadError if one of them ends meanwhile."""
         return {side.name: (await self._ask(side, wire.Count)).counts for side in self._sides}
+
+    async def metrics(self) -> dict[str, EngineMetrics]:
+        """Everything that is counted, of ``"prompt"`` and ``"completion"``, each since its process was started last."""
+        asked = (self._ask(side, wire.Measure) for side in self._sides)
+        return {side.name: answer.metrics for side, answer in zip(self._sides, await asyncio.gather(*asked), strict=True)}
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each process was started again."""
+        return {side.name: side.restarts for side in self._sides}
 
     async def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits float32 ``[len(token_ids), vocab_size]`` of every position, in one forward of the prompt engine."""
