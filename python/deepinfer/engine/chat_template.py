@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -59,6 +60,10 @@ class ChatTemplate:
         source: template text, or texts by name ("default", "tool_use").
         tokenizer: gives the names of special tokens that a template may use, and the control tokens.
 
+    Attributes:
+        source: all of its text.
+        variables: names of values that it reads from outside, such as ``tools`` or ``enable_thinking``.
+
     Raises:
         ConfigError: a template has a syntax error.
     """
@@ -72,11 +77,15 @@ class ChatTemplate:
         env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         sources = {"default": source} if isinstance(source, str) else dict(source)
         self._templates: dict[str, jinja2.Template] = {}
+        self.source = "\n".join(sources.values())
+        variables: set[str] = set()
         for name, text in sources.items():
             try:
                 self._templates[name] = env.from_string(text)
+                variables |= jinja2.meta.find_undeclared_variables(env.parse(text))
             except jinja2.TemplateSyntaxError as e:
                 raise ConfigError(f"the chat template has a syntax error in line {e.lineno}: {e.message}") from e
+        self.variables = frozenset(variables)
         self._special_tokens = dict(tokenizer.special_tokens)
         texts = tokenizer.special_token_texts
         every = _edges(tokenizer.control_tokens)

@@ -108,22 +108,26 @@ Piece = Reasoning | Content | ToolCallStart | ToolCallArguments
 
 
 class AnswerParser(Protocol):
-    """Takes one answer apart as it comes."""
+    """Takes one answer apart as it comes. Stop strings are its business, not the engine's: only it knows what is answer, what reasoning."""
 
+    tokens: int
+    """Tokens so far, up to the one that ended the answer: what usage counts."""
     reasoning_tokens: int
     """Tokens so far that were reasoning, marks included."""
+    called_tools: bool
+    """Whether a tool call was among the pieces."""
+    finish_reason: str | None
+    """Why the answer is over: the engine's reason, or "stop" by the parser's own rules; ``None`` while it goes on."""
+    stop_reason: str | int | None
+    """The stop string or stop id that ended it."""
 
     def push(self, output: CompletionOutput) -> list[Piece]:
         """Pieces in what is new of an answer (an output in delta mode, of one answer). The output that has a finish reason
-        flushes what was held back."""
+        flushes what was held back. Nothing comes of what is pushed after the end."""
 
     @property
     def ended(self) -> bool:
-        """The answer is over by the parser's own rules, although the engine goes on: abort it, the finish reason is "stop"."""
-
-    @property
-    def called_tools(self) -> bool:
-        """Whether a tool call was among the pieces."""
+        """The answer is over; where the engine goes on with it, it is to be told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,110 @@
+"""Answers of conversations by script: a vocabulary with and without marks, and what parsers make of ids."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+import text_kit
+from deepinfer.engine.tokenizer import Tokenizer
+from deepinfer.outputs import CompletionOutput, FinishReason, Logprob, PositionLogprobs
+from deepinfer.server.conversation import AnswerParser, Content, Piece, Reasoning, ToolCallArguments, ToolCallStart
+
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+TEMPLATE = (
+    "{%- if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}{{ m.content or '' }}"
+    "{%- for c in m.tool_calls or [] %}{{ '\n<tool_call>\n' }}{{ c.function | tojson }}{{ '\n</tool_call>' }}{% endfor %}"
+    "{{- '<|im_end|>\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+
+
+@cache
+def vocabulary(*, marks: bool = True, template: str = TEMPLATE) -> Tokenizer:
+    """Byte-level BPE; with ``marks`` those of reasoning and tool calls are tokens, as models that know them have them."""
+    backend = Backend.from_str(text_kit.byte_level(600).backend.to_str())
+    if not marks:
+        without = text_kit.byte_level(600).backend
+        import json
+
+        data = json.loads(without.to_str())
+        data["added_tokens"] = [t for t in data["added_tokens"] if t["content"] not in MARKS]
+        backend = Backend.from_str(json.dumps(data))
+    else:
+        backend.add_tokens([AddedToken(m, special=False, normalized=False) for m in MARKS])
+    return Tokenizer(
+        backend, special_tokens={"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}, chat_template=template, name="chat-kit"
+    )
+
+
+def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text in which no mark is a token."""
+    return tokenizer.encode_plain(text)
+
+
+def position(token: int, value: float = -0.5) -> PositionLogprobs:
+    """Log-probabilities of one position."""
+    return {token: Logprob(value, 1), 9: Logprob(-1.0, 2)} if token != 9 else {9: Logprob(value, 1)}
+
+
+def outputs(
+    ids: Sequence[int],
+    cuts: Iterable[int] = (),
+    *,
+    index: int = 0,
+    finish: FinishReason = "stop",
+    stop_reason: str | int | None = None,
+    logprobs: bool = False,
+) -> list[CompletionOutput]:
+    """An answer in delta mode, cut before the given places; the last output has the finish reason."""
+    edges = [0, *sorted({c for c in cuts if 0 < c < len(ids)}), len(ids)]
+    return [
+        CompletionOutput(
+            index,
+            token_ids=list(ids[a:b]),
+            logprobs=[position(i) for i in ids[a:b]] if logprobs else None,
+            finish_reason=finish if b == len(ids) else None,
+            stop_reason=stop_reason if b == len(ids) else None,
+        )
+        for a, b in pairwise(edges)
+    ]
+
+
+def taken(parser: AnswerParser, deltas: Iterable[CompletionOutput]) -> list[Piece]:
+    """All pieces of an answer."""
+    return [piece for delta in deltas for piece in parser.push(delta)]
+
+
+def told(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
+    """Pieces in short, those that go on joined: ("reasoning", text), ("content", text), ("call", index, name, arguments)."""
+    said: list[list[Any]] = []
+    for piece in pieces:
+        match piece:
+            case Reasoning() | Content():
+                kind = "reasoning" if isinstance(piece, Reasoning) else "content"
+                if said and said[-1][0] == kind:
+                    said[-1][1] += piece.text
+                else:
+                    said.append([kind, piece.text])
+            case ToolCallStart():
+                said.append(["call", piece.index, piece.name, ""])
+            case ToolCallArguments():
+                assert said[-1][:2] == ["call", piece.index]
+                said[-1][3] += piece.text
+    return [tuple(s) for s in said]
+
+
+def all_cuts(length: int, most: int = 60) -> list[tuple[int, ...]]:
+    """Ways of cutting: none, everywhere, each single place and some pairs."""
+    singles: list[tuple[int, ...]] = [(i,) for i in range(1, length)]
+    pairs = list(itertools.combinations(range(1, length), 2))[:: max(1, length * length // (2 * most))]
+    return [(), tuple(range(1, length)), *singles[:most], *pairs[:most]]
