@@ -46,7 +46,7 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
     assert f"deepinfer {' '.join(command)}" in text.splitlines()[0]
     if command != ("bench", "scheduler"):  # its own file says what it prints
         assert "examples:\n  " in text
-    if command not in (("chat",), ("bench",), ("kvstore",)):
+    if command not in (("chat",), ("serve",), ("bench",), ("kvstore",)):
         assert "--json" in text
     assert "exit codes:" in text
 

@@ -16,6 +16,7 @@ from deepinfer.cli.parser import EXIT_CODES, CommandParser, add_commands
 
 COMMANDS = {
     "generate": "answer one prompt; the text streams to stdout",
+    "serve": "answer clients of OpenAI's and Anthropic's protocols over HTTP",
     "chat": "talk with a model in the terminal",
     "batch": "answer a JSONL file of OpenAI batch requests",
     "bench": "measure this machine: throughput, latency, or the scheduler alone",

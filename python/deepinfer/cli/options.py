@@ -148,13 +148,13 @@ def _steps(text: str) -> int:
     return value
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, omit: tuple[str, ...] = ()) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, *, omit: tuple[str, ...] = (), model_required: bool = True) -> None:
     """Adds ``--model`` and the engine options, without those a command decides itself."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--model",
         "-m",
-        required=True,
+        required=model_required,
         metavar="PATH|ID|NAME",
         help="directory, .gguf file, hub id, or smollm2 (the demo model)",
     )

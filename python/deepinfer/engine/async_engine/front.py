@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from deepinfer.engine.async_engine import wire
@@ -73,6 +74,15 @@ class _Mailbox:
         if self._error is None:
             self._news.clear()
         return output
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is ready for the engine, of :meth:`AsyncFront.prepare`; run it once."""
+
+    request: EngineRequest
+    text: str | None
+    mode: OutputMode
 
 
 class AsyncFront(ABC):
@@ -225,24 +235,52 @@ class AsyncFront(ABC):
             InvalidRequestError: the request is wrong; no other is affected.
             EngineDeadError: the engine has ended; within a second of it for every waiting request.
         """
+        prepared = await self.prepare(prompt, sampling_params, request_id=request_id, mode=mode)
+        async with contextlib.aclosing(self.run(prepared)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        mode: OutputMode = "cumulative",
+    ) -> Prepared:
+        """Everything about a request that can be wrong or slow before the engine hears of it; arguments as of :meth:`generate`.
+
+        Raises:
+            InvalidRequestError: the request is wrong.
+            EngineDeadError: the engine has ended.
+        """
         check_mode(mode)
         await self.ready()
         inputs = self._ready_inputs
         params = inputs.default_params() if sampling_params is None else sampling_params
         request_id = inputs.new_request_id() if request_id is None else request_id
+        self._check_id(request_id)
+        slow = len(prompt) > _LONG_PROMPT if isinstance(prompt, str) else isinstance(prompt, Mapping) and "images" in prompt
+        if slow:
+            request, text = await asyncio.to_thread(inputs.prepare, prompt, params, request_id, stream=mode != "final")
+        else:
+            request, text = inputs.prepare(prompt, params, request_id, stream=mode != "final")
+        return Prepared(request, text, mode)
+
+    def _check_id(self, request_id: object) -> None:
         if not isinstance(request_id, str) or request_id in self._boxes:
             raise InvalidRequestError(f"request id {request_id!r} is in use or no string; choose another")
-        box = self._boxes[request_id] = _Mailbox(mode)
+
+    async def run(self, prepared: Prepared) -> AsyncGenerator[RequestOutput]:
+        """Answers a prepared request, as :meth:`generate` does."""
+        request_id = prepared.request.request_id
+        if self._dead is not None:
+            raise type(self._dead)(*self._dead.args)
+        self._check_id(request_id)
+        box = self._boxes[request_id] = _Mailbox(prepared.mode)
         try:
-            slow = len(prompt) > _LONG_PROMPT if isinstance(prompt, str) else isinstance(prompt, Mapping) and "images" in prompt
-            if slow:
-                request, text = await asyncio.to_thread(inputs.prepare, prompt, params, request_id, stream=mode != "final")
-            else:
-                request, text = inputs.prepare(prompt, params, request_id, stream=mode != "final")
-            if self._dead is not None:
-                raise type(self._dead)(*self._dead.args)
-            self._outputs.add(request, text, mode)
-            self._submit(request)
+            self._outputs.add(prepared.request, prepared.text, prepared.mode)
+            self._submit(prepared.request)
             finished = False
             while not finished:
                 output = await box.get()

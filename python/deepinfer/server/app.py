@@ -1,0 +1,85 @@
+"""The ASGI application.
+
+Owns: which call answers what; answers for what is no route. Never touches: the process around it (see `run`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route as StarletteRoute
+
+from deepinfer.server.endpoints import ROUTES, Route
+from deepinfer.server.errors import ApiError
+from deepinfer.server.http.call import Call
+from deepinfer.server.settings import ServerSettings
+from deepinfer.server.state import ServerState
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from deepinfer.engine.async_engine import AsyncLLM
+
+
+class _Path:
+    """All methods of one path, as an ASGI application."""
+
+    def __init__(self, state: ServerState, routes: Iterable[Route]) -> None:
+        self._state = state
+        self._by_method = {route.method: route for route in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = scope["method"]
+        route = self._by_method.get("GET" if method == "HEAD" else method)
+        known = route or next(iter(self._by_method.values()))
+        call = Call(self._state, known.path, known.protocol, scope, receive, send)
+        await call.run(self._refuse if route is None else _handler(route))
+
+    async def _refuse(self, call: Call) -> None:
+        allowed = ", ".join(self._by_method)
+        raise ApiError(405, f"{call.method} is not served here; use {allowed}", code="method_not_allowed", headers={"allow": allowed})
+
+
+def _handler(route: Route) -> Any:
+    if route.open:
+        return route.handler
+
+    async def guarded(call: Call) -> None:
+        call.tenant = call.state.keys.find(call.headers)
+        await route.handler(call)
+
+    return guarded
+
+
+async def _no_route(request: Request, error: Exception) -> JSONResponse:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = f"no such route: {request.url.path[:200]}" if status == 404 else str(getattr(error, "detail", "internal error"))
+    return JSONResponse(ApiError(status, message, code="not_found" if status == 404 else None).body(), status)
+
+
+def build_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
+    """The application for an engine that is ready; its `ServerState` is ``app.state.server``."""
+    state = ServerState(llm, settings)
+    routes = [
+        StarletteRoute(path, _Path(state, list(methods)))
+        for path, methods in groupby(sorted(ROUTES, key=lambda r: ("{" in r.path, r.path)), key=lambda r: r.path)
+    ]
+    middleware = []
+    if settings.cors_origin:
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=list(settings.cors_origin), allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+            )
+        )
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_route})
+    app.router.redirect_slashes = False
+    app.state.server = state
+    return app

@@ -1,0 +1,173 @@
+"""A server from its start to its end.
+
+Owns: engine, event loop, signals, draining. Never touches: requests, argparse (see `deepinfer.cli.serve`).
+
+A first SIGTERM or Ctrl-C drains: new requests are told to come again later, running ones have `drain_timeout` seconds. A second one ends
+them at once. Before the model is loaded, one is enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from deepinfer.engine.async_engine import AsyncLLM
+from deepinfer.errors import EngineDeadError
+from deepinfer.server.app import build_app
+from deepinfer.server.http.listen import Bound, http_protocol, many_descriptors
+from deepinfer.server.settings import ServerSettings
+from deepinfer.server.state import ServerState
+
+Note = Callable[[str], None]
+
+_POLL = 0.05
+"""Seconds between two looks at what is still running."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: signals are this module's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(engine: dict[str, Any], settings: ServerSettings, note: Note) -> int:
+    """Serves until told to end; gives the exit status.
+
+    Args:
+        engine: arguments of `AsyncLLM`.
+        note: writes one line for a person.
+
+    Raises:
+        DeepInferError: the server cannot be started as asked.
+    """
+    bound = Bound(settings)
+    try:
+        many_descriptors(settings.max_connections + 256)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(engine, settings, bound, note))
+    finally:
+        bound.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+class _Signals:
+    """SIGTERM and SIGINT as they come: ``first`` and ``second`` are set by one each."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._came)
+
+    def _came(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _serve(engine: dict[str, Any], settings: ServerSettings, bound: Bound, note: Note) -> int:
+    signals = _Signals()
+    llm = AsyncLLM(**engine)
+    try:
+        if not await _before(llm.ready(), signals.first):
+            note("stopped before the model was loaded")
+            return 0
+        return await _serve_ready(llm, settings, bound, signals, note)
+    finally:
+        await llm.aclose()
+
+
+async def _serve_ready(llm: AsyncLLM, settings: ServerSettings, bound: Bound, signals: _Signals, note: Note) -> int:
+    app = build_app(llm, settings)
+    state: ServerState = app.state.server
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http=http_protocol(settings),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=max(1, round(settings.keep_alive_timeout)),
+            timeout_graceful_shutdown=5,
+            backlog=2048,
+        )
+    )
+    serving = asyncio.create_task(server.serve([bound.socket]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.005)
+    gc.collect()
+    gc.freeze()  # what is loaded stays; collections have less to look at
+    note(f"listening on {bound.url} (model {', '.join(state.model_names)}, {llm.max_model_len} tokens)")
+    watching = asyncio.create_task(_watch_engine(state, note))
+    told = asyncio.create_task(signals.first.wait())
+    try:
+        await asyncio.wait({serving, told}, return_when=asyncio.FIRST_COMPLETED)
+        if told.done():
+            await _drain(state, signals, note)
+        server.should_exit = True
+        await serving
+    finally:
+        for task in (watching, told):
+            task.cancel()
+    return 0
+
+
+async def _before(work: Any, event: asyncio.Event) -> bool:
+    """Whether ``work`` ends before ``event`` is set; raises what it raises."""
+    task, waiting = asyncio.ensure_future(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
+        await task
+        return True
+    finally:
+        waiting.cancel()
+        if not task.done():
+            task.cancel()
+
+
+async def _drain(state: ServerState, signals: _Signals, note: Note) -> None:
+    """Takes in nothing new; returns when nothing runs any more."""
+    state.draining = True
+    seconds = state.settings.drain_timeout
+    if state.calls:
+        note(f"draining: {len(state.calls)} requests have {seconds:g} s to end; a second signal ends them at once")
+    end = time.monotonic() + seconds
+    while state.calls and time.monotonic() < end and not signals.second.is_set():
+        await asyncio.sleep(_POLL)
+    for call in list(state.calls):
+        call.cancel(state.shutting_down())
+    end = time.monotonic() + 2.0  # for their last words
+    while state.calls and time.monotonic() < end:
+        await asyncio.sleep(_POLL)
+
+
+async def _watch_engine(state: ServerState, note: Note) -> None:
+    """Says once that the engine has ended. The server stays, so that its callers are told so."""
+    while state.alive:
+        await asyncio.sleep(0.5)
+    why = ""
+    try:
+        await state.llm.ready()
+    except EngineDeadError as e:
+        why = f": {e}"
+    if not state.draining:
+        note(f"the engine has ended, every request is answered with status 503{why}")

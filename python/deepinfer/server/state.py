@@ -1,0 +1,70 @@
+"""What all calls of one front process share.
+
+Owns: :class:`ServerState`. Never touches: routes, sockets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.server.admission import Admission
+from deepinfer.server.errors import ApiError
+from deepinfer.server.http.auth import Keys
+from deepinfer.server.records import CallRecord
+from deepinfer.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from deepinfer.engine.async_engine import AsyncLLM
+    from deepinfer.server.http.call import Call
+
+
+class ServerState:
+    """The engine's front, the settings, and what is going on.
+
+    Attributes:
+        calls: that are being answered.
+        draining: no new work is taken in.
+        observers: called with the record of every call at its end; must neither raise nor block.
+        parts: what other modules keep for the life of the server, by their own names.
+    """
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.model_names = settings.served_model_name or (llm.config.model,)
+        self.keys = Keys(settings)
+        self.admission = Admission(max(llm.max_num_seqs, 1) + settings.max_queued_requests, settings.max_tokens_in_flight)
+        self.calls: set[Call] = set()
+        self.draining = False
+        self.observers: list[Callable[[CallRecord], None]] = []
+        self.parts: dict[str, Any] = {}
+        self.created = int(time.time())
+
+    @property
+    def model_name(self) -> str:
+        """The name that answers bear."""
+        return self.model_names[0]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine runs."""
+        return self.llm.is_running
+
+    def check_open(self) -> None:
+        """Raises ApiError (503) where new work is not taken in."""
+        if not self.alive:
+            raise ApiError(503, "the engine has stopped; it is not restarted by itself", code="engine_dead", retry_after=30)
+        if self.draining:
+            raise self.shutting_down()
+
+    def shutting_down(self) -> ApiError:
+        """What a client is told while the server ends."""
+        after = max(1.0, self.settings.drain_timeout)
+        return ApiError(503, "the server is shutting down; send the request again", code="shutting_down", retry_after=after)
+
+    def observe(self, record: CallRecord) -> None:
+        """Tells everyone who listens of a call that is over."""
+        for observer in self.observers:
+            observer(record)
