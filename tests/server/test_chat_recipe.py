@@ -16,8 +16,8 @@ from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.errors import ConfigError
 from deepinfer.sampling import SamplingParams
 from deepinfer.server.chat.recipe import RecipeBackend, missing_tokens
-from deepinfer.server.conversation import Conversation, Reasoning, Rendered, Tool, ToolChoice
 from deepinfer.server.conversation import Content as Said
+from deepinfer.server.conversation import Conversation, Reasoning, Rendered, Tool, ToolChoice
 from deepinfer.server.errors import BadRequestError
 
 BOS, EOS, USER, ASSISTANT, OPEN, CLOSE, DSML, SYSTEM = 0, 1, 128803, 128804, 128821, 128822, 128825, 128000
@@ -62,7 +62,8 @@ def answer(spelling: str) -> list[int]:
 CALL = (
     '<｜DSML｜ calls>\n<｜DSML｜ invoke name="weather">\n<｜DSML｜ parameter name="city" string="true">Par\n"is</｜DSML｜ parameter>\n'
     '<｜DSML｜ parameter name="days" string="false">3</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
-    '<｜DSML｜ invoke name="weather">\n<｜DSML｜ parameter name="city" string="true">Rome</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
+    '<｜DSML｜ invoke name="weather">\n<｜DSML｜ parameter name="city" string="true">Rome</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
+    "</｜DSML｜ calls>"
 )
 CALLED = [("call", 0, "weather", '{"city": "Par\\n\\"is", "days": 3}'), ("call", 1, "weather", '{"city": "Rome"}')]
 

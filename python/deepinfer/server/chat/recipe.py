@@ -224,7 +224,7 @@ class RecipeParser:
             return []
         if token_id in (self._open, self._close):
             self.reasoning = token_id == self._open and self.reasoning
-        told = None
+        told: list[tuple[float, list[Any]]] | None = None
         if logprob is not None:
             # The package says for each piece which log-probabilities belong to it. It is given their numbers, to find ours by.
             self._logprobs[self._fed] = logprob
