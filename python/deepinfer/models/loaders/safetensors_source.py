@@ -111,6 +111,15 @@ def _header_of(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     return header, 8 + length
 
 
+def tensor_spans(path: Path) -> list[tuple[int, int]]:
+    """First byte and length of each tensor of a file, in its order.
+
+    Raises ``CheckpointError`` for what is no whole safetensors file.
+    """
+    header, base = _read_header(path)
+    return sorted((base + begin, end - begin) for begin, end in (entry["data_offsets"] for entry in header.values()))
+
+
 class SafetensorsSource:
     """Tensors of several safetensors files; a name in two files or missing from the file the index names is an error."""
 
