@@ -169,8 +169,7 @@ impl Catalogue {
     /// # Errors
     /// [`Error::Invalid`] for a name that is none, [`Error::Full`] when all 65,535 numbers are given, [`Error::Io`].
     pub fn tenant(&self, name: &str) -> Result<Tenant, Error> {
-        name_is_fit(name)?;
-        if let Some(tenant) = self.tenants()?.remove(name) {
+        if let Some(tenant) = self.known_tenant(name)? {
             return Ok(tenant);
         }
         let id = self.change("add a tenant", Durability::Immediate, |change| {
@@ -187,6 +186,18 @@ impl Catalogue {
         })?;
         let id = id.ok_or_else(|| Error::Full("all 65535 numbers of tenants are given".to_owned()))?;
         Ok(Tenant { id: TenantId(id), quota: None })
+    }
+
+    /// The tenant of a name, if it has a number.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a name that is none, [`Error::Io`].
+    pub fn known_tenant(&self, name: &str) -> Result<Option<Tenant>, Error> {
+        name_is_fit(name)?;
+        self.look("find a tenant", |look| {
+            let found = look.open_table(TENANTS)?.get(name)?.map(|found| found.value());
+            Ok(found.map(|(id, quota)| Tenant { id: TenantId(id), quota: (quota != NO_QUOTA).then_some(quota) }))
+        })
     }
 
     /// Numbers up to `seen` are somebody's, whatever became of the table of names: its file may have been lost.
@@ -386,12 +397,14 @@ mod tests {
     fn tenants_keep_their_numbers_and_quotas() {
         let base = tempfile::tempdir().unwrap();
         with(&base, |catalogue| {
+            assert_eq!(catalogue.known_tenant("a").unwrap(), None);
             assert_eq!(catalogue.tenant("a").unwrap(), Tenant { id: TenantId(1), quota: None });
             assert_eq!(catalogue.set_quota("b", Some(77)).unwrap(), Tenant { id: TenantId(2), quota: Some(77) });
             assert_eq!(catalogue.tenant("a").unwrap().id, TenantId(1));
         });
         with(&base, |catalogue| {
             assert_eq!(catalogue.tenant("b").unwrap(), Tenant { id: TenantId(2), quota: Some(77) });
+            assert_eq!(catalogue.known_tenant("b").unwrap(), Some(Tenant { id: TenantId(2), quota: Some(77) }));
             catalogue.set_quota("b", None).unwrap();
             catalogue.keep_numbers(TenantId(40)).unwrap();
             catalogue.keep_numbers(TenantId(3)).unwrap();
@@ -402,6 +415,7 @@ mod tests {
             assert!(matches!(catalogue.tenant("d"), Err(Error::Full(_))));
             for name in ["", "a/b", "..\u{0}", "é", &"x".repeat(65)] {
                 assert!(matches!(catalogue.tenant(name), Err(Error::Invalid(_))), "{name}");
+                assert!(matches!(catalogue.known_tenant(name), Err(Error::Invalid(_))), "{name}");
             }
         });
         let mode = std::fs::metadata(base.path().join("catalogue.redb")).unwrap().permissions().mode();

@@ -25,7 +25,11 @@ impl Lost {
 
 impl From<io::Error> for Lost {
     fn from(error: io::Error) -> Self {
-        let text = Error::Unavailable(error.to_string());
+        let text = Error::Unavailable(match error.kind() {
+            io::ErrorKind::UnexpectedEof => "it closed the connection".to_owned(),
+            io::ErrorKind::TimedOut => "it does not answer in time".to_owned(),
+            _ => error.to_string(),
+        });
         if error.kind() == io::ErrorKind::TimedOut { Self::Slow(text) } else { Self::Gone(text) }
     }
 }

@@ -97,8 +97,7 @@ impl Operator {
                 Ok((found.blocks as usize, slices, client.other_block_tokens()))
             }
             Self::Own(store, tenant) => {
-                let tenant = if tenant.is_empty() { crate::TenantId(0) } else { store.tenant(tenant)?.id };
-                let found = store.check(tenant, chain, slices as usize)?;
+                let found = store.check(store.reader(tenant)?, chain, slices as usize)?;
                 Ok((found.blocks, found.slices, 0))
             }
         }

@@ -167,6 +167,46 @@ fn a_role_needs_its_token() {
 }
 
 #[test]
+fn whoever_proves_no_role_keeps_nobody_out() {
+    let tokens = HashMap::from(Role::ALL.map(|role| (role, b"a token of sixteen bytes".to_vec())));
+    let running = Running::with(ServerConfig { tokens, max_connections: 4, ..here() });
+    let hello = Hello { tenant: "squatter".into(), fingerprint: [0; 16], block_tokens: 0, first_stays: false };
+    let mut held = Vec::new();
+    for _ in 0..8 {
+        let mut stream = running.raw();
+        let mut greeting = [0; Greeting::LEN];
+        stream.read_exact(&mut greeting).unwrap();
+        stream.write_all(&hello.encode(&Greeting::decode(&greeting).unwrap().nonce, &[])).unwrap();
+        let mut welcome = [0; Welcome::LEN];
+        stream.read_exact(&mut welcome).unwrap();
+        assert!(!Welcome::decode(&welcome).unwrap().all);
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0, "it is let go");
+        held.push(stream);
+    }
+    let roles = vec![(Role::Admin, Some(b"a token of sixteen bytes".to_vec()))];
+    let honest = Client::new(ClientConfig { roles, ..ClientConfig::new(running.address()) }).unwrap();
+    assert!(!honest.admin(r#"{"do": "tenants"}"#).unwrap().contains("squatter"));
+    assert_eq!(running.server.traffic().refused.load(Ordering::Relaxed), 8);
+}
+
+#[test]
+fn only_who_may_write_gives_a_tenant_its_number() {
+    let running = Running::with(here());
+    let with = |roles: &[Role]| {
+        let roles = roles.iter().map(|&role| (role, None)).collect();
+        Client::new(ClientConfig { tenant: "one".into(), roles, ..ClientConfig::new(running.address()) }).unwrap()
+    };
+    let reader = with(&[Role::Check, Role::Get, Role::Admin]);
+    assert_eq!(reader.check(&chain(1..=2), 0).unwrap().blocks, 0);
+    assert!(!reader.admin(r#"{"do": "tenants"}"#).unwrap().contains("one"));
+    assert_eq!(put_chain(&with(&[Role::Put]), 1, 2, 500), vec![Outcome::Stored; 3]);
+    // The reader's connection is older than the number.
+    assert_eq!(reader.check(&chain(1..=2), 0).unwrap().blocks, 2);
+    assert_eq!(get(&reader, 1, 500).unwrap(), bytes_of(1, 500));
+    assert!(reader.admin(r#"{"do": "tenants"}"#).unwrap().contains("one"));
+}
+
+#[test]
 fn what_others_can_reach_has_tokens() {
     let root = tempfile::tempdir().unwrap();
     let listen = vec!["0.0.0.0:0".parse().unwrap()];

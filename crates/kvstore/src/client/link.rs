@@ -1,6 +1,6 @@
 //! One connection to a server, after its hello.
 
-use std::io::{IoSlice, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::time::Duration;
 
 use crate::error::Error;
@@ -35,7 +35,13 @@ impl Link {
         };
         connection.allow(time);
         let mut greeting = [0; Greeting::LEN];
-        connection.read_exact(&mut greeting)?;
+        connection.read_exact(&mut greeting).map_err(|error| match error.kind() {
+            // It has no place for us, or takes what we say for something else.
+            io::ErrorKind::UnexpectedEof => Lost::Gone(Error::Unavailable(
+                "it closed the connection unheard: it has all the connections that it allows, or wants TLS".to_owned(),
+            )),
+            _ => error.into(),
+        })?;
         let greeting = Greeting::decode(&greeting).map_err(|error| Lost::Refused(error.into()))?;
         connection.write_all(&hello.encode(&greeting.nonce, proofs))?;
         connection.flush()?;

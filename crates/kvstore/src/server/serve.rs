@@ -32,6 +32,8 @@ struct Peer<'a> {
     shared: &'a Shared,
     connection: Connection,
     tenant: TenantId,
+    /// Its tenant, while that has no number.
+    unnumbered: Option<String>,
     roles: Roles,
     rule: Rule,
     /// Puts begun on this connection: nobody else's may be named.
@@ -113,13 +115,17 @@ fn greet(shared: &Shared, mut connection: Connection, nonce: [u8; 16]) -> Result
     connection.read_exact(&mut body)?;
     let (hello, roles, all) =
         Hello::decode(&body, &nonce, |role| shared.secrets.get(&role).cloned()).map_err(refused)?;
-    let tenant = if hello.tenant.is_empty() {
+    // Whoever proves nothing has no claim on a place.
+    let all = all && roles != Roles::default();
+    // A number is for good: only who may write takes one.
+    let tenant = if hello.tenant.is_empty() || !all {
         TenantId(0)
-    } else if all && roles != Roles::default() {
+    } else if roles.has(Role::Put) {
         shared.store.tenant(&hello.tenant)?.id
     } else {
-        TenantId(0)
+        shared.store.reader(&hello.tenant)?
     };
+    let unnumbered = (tenant == TenantId(0) && !hello.tenant.is_empty()).then_some(hello.tenant);
     let other = shared.other_block_tokens(hello.fingerprint, hello.block_tokens, roles.has(Role::Put));
     let welcome = Welcome { roles, all, other_block_tokens: other, max_object: shared.store.config().max_object };
     let unproved = if all { None } else { Some(refused(Malformed("a role is not proved"))) };
@@ -129,7 +135,17 @@ fn greet(shared: &Shared, mut connection: Connection, nonce: [u8; 16]) -> Result
         return Err(fault);
     }
     let rule = if hello.first_stays { Rule::FirstStays } else { Rule::Exact };
-    Ok(Peer { shared, connection, tenant, roles, rule, open: HashSet::new(), body: Vec::new(), bytes: Vec::new() })
+    Ok(Peer {
+        shared,
+        connection,
+        tenant,
+        unnumbered,
+        roles,
+        rule,
+        open: HashSet::new(),
+        body: Vec::new(),
+        bytes: Vec::new(),
+    })
 }
 
 impl Peer<'_> {
@@ -206,7 +222,7 @@ impl Peer<'_> {
         match header.op {
             Op::Check => {
                 let request = CheckRequest::decode(body)?;
-                let found = self.shared.store.check(self.tenant, &request.chain, request.slices as usize)?;
+                let found = self.shared.store.check(self.reader()?, &request.chain, request.slices as usize)?;
                 let slices = found.slices.iter().map(|&position| position as u32).collect();
                 self.answer(header.number, &CheckAnswer { blocks: found.blocks as u32, slices }.encode())
             }
@@ -231,6 +247,17 @@ impl Peer<'_> {
             }
             Op::Ping | Op::Answer => self.answer(header.number, &[]),
         }
+    }
+
+    /// Whose objects it may see: a writer may have given its tenant a number since.
+    fn reader(&mut self) -> Result<TenantId, Error> {
+        if let Some(name) = &self.unnumbered {
+            self.tenant = self.shared.store.reader(name)?;
+            if self.tenant != TenantId(0) {
+                self.unnumbered = None;
+            }
+        }
+        Ok(self.tenant)
     }
 
     fn own(&self, put: u64) -> Result<(), Fault> {
@@ -297,6 +324,7 @@ impl Peer<'_> {
                 format!("{} bytes of {}: no object is longer than {most}", item.len, item.id),
             ));
         }
+        self.reader()?;
         self.connection.write_all(&Header { op: Op::Answer, status: Status::Done, number, len: 0 }.encode())?;
         let mut rest = items;
         while !rest.is_empty() {

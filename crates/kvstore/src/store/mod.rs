@@ -276,6 +276,16 @@ impl Store {
         self.catalogue.tenant(name)
     }
 
+    /// Whose objects somebody may see who only reads under this name, empty for everybody's: a reader gives no name a number, and under
+    /// one that has none there is only what is everybody's.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a name that is none, [`Error::Io`].
+    pub fn reader(&self, name: &str) -> Result<TenantId, Error> {
+        let known = if name.is_empty() { None } else { self.catalogue.known_tenant(name)? };
+        Ok(known.map_or(TenantId(0), |tenant| tenant.id))
+    }
+
     /// Its sizes and bounds.
     pub fn config(&self) -> &StoreConfig {
         &self.config
