@@ -334,6 +334,10 @@ class LLM:
         """
         return self.engine.metrics()
 
+    def kv_identity(self) -> dict[str, str | int]:
+        """What engines that share a KV store have in common, as ``deepinfer kvstore check --identity`` takes it: dump it as JSON."""
+        return self.engine.kv_identity()
+
     def trace(self, steps: int, path: str | Path | None = None) -> Path:
         """Writes a torch profiler trace of the next ``steps`` steps, in Chrome's format, and says on stderr where.
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -102,6 +106,16 @@ def test_cpu_memory_is_positive_and_within_the_total() -> None:
     p = CpuPlatform()
     assert 0 < p.memory_available() <= p.memory_total()
     assert "cores" in p.describe()
+
+
+def test_the_arithmetic_of_a_processor_names_library_and_instructions() -> None:
+    told = {}
+    for capability in ("default", None):
+        env = {**os.environ, **({"ATEN_CPU_CAPABILITY": capability} if capability else {})}
+        code = "from deepinfer.platforms.cpu import CpuPlatform; print(CpuPlatform().arithmetic)"
+        told[capability] = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert f"torch {torch.__version__} " in told[None] and torch.backends.cpu.get_cpu_capability() in told[None]
+    assert "DEFAULT" in told["default"] and told[None].split()[-1] == told["default"].split()[-1]
 
 
 @pytest.mark.gpu

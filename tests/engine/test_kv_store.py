@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from deepinfer import _core
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.hooks import KvSave
@@ -179,6 +181,32 @@ def test_only_engines_of_the_same_weights_share(device: str, tmp_path: Path) -> 
     assert file.stat().st_size == size
     found, right = answer(here, tier), answer(here, None)
     assert found.cached_tokens == 0 and same_bits(found, right) and not same_bits(found, first)
+
+
+def test_only_engines_of_the_same_arithmetic_share(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another processor or torch makes other bits of the same tokens."""
+    tier = Tier()
+    with make(device, tier) as first:
+        ask(first, PROMPT, P)
+        platform, identity = type(first.run.platform), first.kv_identity()
+        own = first.run.platform.arithmetic
+    assert torch.__version__ in own and own in str(identity["numerics"])
+    monkeypatch.setattr(platform, "arithmetic", property(lambda self: own + " and more"))
+    with make(device, tier) as other:
+        assert ask(other, PROMPT, P).cached_tokens == 0
+    monkeypatch.undo()
+    with make(device, tier) as third:
+        assert ask(third, PROMPT, P).cached_tokens == 384 and third.kv_identity() == identity
+    assert tier.stats()["blocks"] == 6 and tier.stats()["conflicts"] == 0
+
+
+def test_the_identity_of_an_engine_gives_the_names_of_its_objects(device: str) -> None:
+    tier = Tier()
+    with make(device, tier, kv_store_tenant="a") as engine:
+        ask(engine, PROMPT, P)
+        identity = engine.kv_identity()
+    keys = _core.kv_keys(PROMPT, **{**identity, "salt": bytes.fromhex(str(identity["salt"]))})  # type: ignore[arg-type]
+    assert len(keys) == 3 * 16 and tier.check(keys, 0)[0] == 3
 
 
 def test_full_grains_are_stored_while_a_request_runs_if_written_through(device: str) -> None:

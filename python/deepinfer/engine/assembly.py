@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from deepinfer import _core
 from deepinfer.engine import environ
@@ -36,6 +37,18 @@ from deepinfer.worker import sync_guard
 from deepinfer.worker.device_queue import make_queue
 from deepinfer.worker.runner import Lookup, ModelRunner, Restore, RunnerLimits
 from deepinfer.worker.slice_copies import SliceCopies
+
+
+class NamesOfKv(TypedDict):
+    """Fields of `_core.CoreConfig` and `_core.kv_keys` that root the hash chain."""
+
+    model: str
+    revision: str
+    weight_format: str
+    kv_format: str
+    numerics: str
+    hit_policy: str
+    salt: bytes
 
 
 @dataclass
@@ -94,7 +107,6 @@ class Assembly:
         ]
         groups += [_core.StateGroup(stored=s.stored, dropped=s.dropped, replicas=s.replicas, ring=s.ring, cut=s.cut) for s in self.state]
         lease_ns = int(self.config.handover_lease * 1e9)
-        identity = self._kv_identity
         return _core.CoreConfig(
             groups=groups,
             max_num_seqs=self.run.max_num_seqs,
@@ -115,15 +127,23 @@ class Assembly:
             kv_lease_ns=lease_ns,
             handover_lease_ns=lease_ns,
             fetch_lease_ns=lease_ns if self.store is None else self.store.lease_ns,
-            model=identity["model"],
-            revision=identity["revision"],
-            weight_format=identity["weights"],
-            # Slices of states and what is in a KV store are found by hash alone, by other engines too.
-            kv_format=f"{identity['dtype']}/{form_of(self.paged, self.state)}" if self.state or self.store else identity["dtype"],
-            numerics=identity["numerics"],
-            hit_policy=identity["hit policy"],
-            salt=self.salt,
+            **self.names_of_kv(),
         )
+
+    def names_of_kv(self) -> NamesOfKv:
+        """What the names of this engine's KV are made of besides tokens and the size of a block."""
+        identity = self._kv_identity
+        return {
+            "model": identity["model"],
+            "revision": identity["revision"],
+            "weight_format": identity["weights"],
+            # Slices of states and what is in a KV store are found by hash alone, by other engines too.
+            "kv_format": f"{identity['dtype']}/{form_of(self.paged, self.state)}" if self.state or self.store else identity["dtype"],
+            # The same operators give other bits on another processor or with another torch; only a store brings such KV together.
+            "numerics": f"{identity['numerics']}/{self.run.platform.arithmetic}" if self.store else identity["numerics"],
+            "hit_policy": identity["hit policy"],
+            "salt": self.salt,
+        }
 
     @property
     def salt(self) -> bytes:
@@ -274,7 +294,7 @@ def assemble(
         for remark in model.remarks if isinstance(model, RemarkingModel) else ():
             print(f"  {remark}", file=sys.stderr)
     if made.store is not None:
-        made.tier = open_tier(config, layout) if store is None else store
+        made.tier = open_tier(config, layout, made.names_of_kv()["numerics"]) if store is None else store
     return made
 
 

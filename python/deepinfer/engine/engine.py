@@ -97,7 +97,7 @@ class Engine(EngineHooks):
         self._runner = made.make_runner(self._core, self._admitted, self._restored)
         self._core.register_ring(self._runner.ring.registration())
         self._slices = made.make_slices(self._core, self._runner, self, slices, self._request_id)
-        self._bell, self._salt = Bell(), made.salt
+        self._bell, self._salt, self._names = Bell(), made.salt, made.names_of_kv()
         self._store = made.make_store(self._core, self._runner, self, self._slices, self._bell, self._whose)
         self._grammars = GrammarRows(self._core, self._runner)
         self._rates = SwapRates(self._core, self._runner.measure_swap())
@@ -445,6 +445,12 @@ class Engine(EngineHooks):
         tables = self.model.table_counters() if isinstance(self.model, TableModel) else None
         slices = None if self._slices is None else self._slices.counts()
         return EngineMetrics.of(self._core, tables, slices, None if self._store is None else self._store.counters.as_dict())
+
+    def kv_identity(self) -> dict[str, str | int]:
+        """What names of this engine's KV are made of besides tokens and a request's own salt, as ``deepinfer kvstore check --identity``
+        takes it."""
+        told = {name: value.hex() if isinstance(value, bytes) else str(value) for name, value in self._names.items()}
+        return {**told, "block_tokens": self._layout.block_tokens}
 
     def core_counts(self) -> _core.Counts:
         """The core's blocks of each group and state slots by state, for metrics and tests."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm", "fphp")
 _CGROUP_USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
 
@@ -21,6 +22,12 @@ class CpuPlatform:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.default_dtype = torch.bfloat16 if has_fast_bf16() else torch.float32
+
+    @property
+    def arithmetic(self) -> str:
+        """See `Platform.arithmetic`: libraries choose their kernels by maker and instruction sets."""
+        vector = sorted(flag for flag in _cpu_flags() if flag.startswith(_VECTOR))
+        return f"torch {torch.__version__} {_cpu_maker()} {torch.backends.cpu.get_cpu_capability()} {' '.join(vector)}"
 
     def describe(self) -> str:
         """Processor, cores and memory in one line."""
@@ -69,6 +76,16 @@ def processor_name() -> str:
     except OSError:
         pass
     return host.processor() or host.machine()
+
+
+def _cpu_maker() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("vendor_id", "CPU implementer")):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return host.machine()
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -33,6 +33,12 @@ class CudaPlatform:
             return "this torch is a CPU build."
         return "torch sees no usable NVIDIA driver, or CUDA_VISIBLE_DEVICES hides the GPUs."
 
+    @property
+    def arithmetic(self) -> str:
+        """See `Platform.arithmetic`: libraries choose their kernels by the GPU's kind."""
+        p = torch.cuda.get_device_properties(self.device)
+        return f"torch {torch.__version__} {p.name} {p.major}.{p.minor}"
+
     def describe(self) -> str:
         """Name and memory of the GPU in one line."""
         p = torch.cuda.get_device_properties(self.device)

@@ -19,6 +19,10 @@ class Platform(Protocol):
     default_dtype: torch.dtype
     pinned: bool
 
+    @property
+    def arithmetic(self) -> str:
+        """What the bits of results depend on besides the operators asked for: the library, and what it finds to run on."""
+
     def describe(self) -> str:
         """One line for people: device name and memory."""
 

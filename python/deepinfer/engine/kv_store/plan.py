@@ -84,8 +84,8 @@ def plan_store(
     )
 
 
-def open_tier(config: EngineConfig, layout: KvLayout) -> BlockTier:
-    """The tier at ``kv_store``.
+def open_tier(config: EngineConfig, layout: KvLayout, numerics: str) -> BlockTier:
+    """The tier at ``kv_store``. ``numerics``: what the bits of values depend on.
 
     Raises:
         ConfigError: the address or a size cannot be.
@@ -98,7 +98,7 @@ def open_tier(config: EngineConfig, layout: KvLayout) -> BlockTier:
     tier: BlockTier = _core.KvTier(
         config.kv_store,
         tenant=config.kv_store_tenant,
-        fingerprint=_fingerprint(layout),
+        fingerprint=_fingerprint(layout, numerics),
         block_tokens=layout.block_tokens,
         first_stays=layout.identity.get("hit policy") == "replay",
         tokens=roles,
@@ -109,6 +109,6 @@ def open_tier(config: EngineConfig, layout: KvLayout) -> BlockTier:
     return tier
 
 
-def _fingerprint(layout: KvLayout) -> bytes:
+def _fingerprint(layout: KvLayout, numerics: str) -> bytes:
     """What KV values depend on besides tokens and the size of a block: engines that agree in it and not in the block share nothing."""
-    return hashlib.blake2b(json.dumps(dict(layout.identity), sort_keys=True).encode(), digest_size=16).digest()
+    return hashlib.blake2b(json.dumps({**layout.identity, "numerics": numerics}, sort_keys=True).encode(), digest_size=16).digest()
