@@ -10,9 +10,10 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import httpx
@@ -183,6 +184,7 @@ class ScriptedFront(AsyncFront):
         self.submitted: dict[str, EngineRequest] = {}
         self.cancelled: list[str] = []
         self.stopped: list[tuple[str, int, int]] = []
+        self.counted: Any = None
         self.on_submit: Callable[[EngineRequest], None] | None = None
 
     @property
@@ -202,6 +204,10 @@ class ScriptedFront(AsyncFront):
 
     def _stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
         self.stopped.append((request_id, index, num_tokens))
+
+    async def metrics(self) -> Any:
+        """What a test has put into ``counted``."""
+        return self.counted
 
     async def _drain(self) -> None:
         pass
@@ -289,11 +295,16 @@ class App:
         *,
         headers: Mapping[str, str] | None = None,
         chunks: Sequence[bytes] | None = None,
+        complete: bool = True,
         reading: bool = True,
     ) -> Exchange:
-        """Sends a request. ``chunks``: its body as it comes, instead of JSON; ``reading``: whether the client reads the answer at once."""
+        """Sends a request.
+
+        ``chunks``: its body as it comes, instead of JSON; ``complete``: whether that is all of it; ``reading``: whether the client reads
+        the answer at once.
+        """
         parts = [json.dumps(body).encode() if body is not None else b""] if chunks is None else list(chunks)
-        pending = [{"type": "http.request", "body": part, "more_body": i + 1 < len(parts)} for i, part in enumerate(parts)]
+        pending = [{"type": "http.request", "body": part, "more_body": i + 1 < len(parts) or not complete} for i, part in enumerate(parts)]
         raw = [(k.lower().encode(), v.encode()) for k, v in {"content-type": "application/json", **(headers or {})}.items()]
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http", "path": path,
@@ -338,3 +349,13 @@ async def scripted(settings: ServerSettings | None = None, **front: Any) -> Asyn
     assert app.state.admission.answers == app.state.admission.tokens == 0
     assert not made._boxes
     await made.aclose()
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test in an event loop of its own."""
+
+    @wraps(test)
+    def run(*args: Any, **values: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **values), 30))
+
+    return run

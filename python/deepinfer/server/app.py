@@ -19,6 +19,7 @@ from starlette.routing import Route as StarletteRoute
 
 from deepinfer.server.endpoints import ROUTES, Route
 from deepinfer.server.errors import ApiError
+from deepinfer.server.http.auth import tenant_of
 from deepinfer.server.http.call import Call
 from deepinfer.server.settings import ServerSettings
 from deepinfer.server.state import ServerState
@@ -53,7 +54,7 @@ def _handler(route: Route) -> Any:
         return route.handler
 
     async def guarded(call: Call) -> None:
-        call.tenant = call.state.keys.find(call.headers)
+        call.tenant = tenant_of(call.state.keys, call.headers)
         await route.handler(call)
 
     return guarded

@@ -7,7 +7,7 @@ Owns: names and types of these fields, and the forms of a prompt in JSON. Never 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,13 +67,10 @@ def sampling_values(body: Mapping[str, Any], names: Sequence[str] = SAMPLING) ->
     return values
 
 
-def sampling_params(
-    make: Callable[..., SamplingParams], values: Mapping[str, Any], renamed: Mapping[str, str] | None = None
-) -> SamplingParams:
-    """Sampling values over the model's own defaults.
+def sampling_params(call: Call, values: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> SamplingParams:
+    """Sampling values over the model's own defaults and the tenant's.
 
     Args:
-        make: of the engine's front: `AsyncLLM.default_sampling_params`.
         values: as `SamplingParams` names them.
         renamed: how a client spelled some of them, for errors.
 
@@ -81,7 +78,7 @@ def sampling_params(
         BadRequestError: one of them is out of range, or two conflict; ``param`` says which.
     """
     try:
-        return make(**values)
+        return call.state.llm.default_sampling_params(**{"traffic_class": call.tenant.traffic_class, **values})
     except SamplingParamsError as e:
         named = _NAME.match(str(e))
         name = named[0] if named is not None and named[0] in SamplingParams.__dataclass_fields__ else None

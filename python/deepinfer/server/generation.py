@@ -57,6 +57,7 @@ async def generate(call: Call, jobs: Sequence[Job], stream: bool) -> AsyncGenera
     answers = sum(p.request.params.n for p in prepared)
     tokens = sum(len(p.request.prompt_ids) + p.request.max_new * p.request.params.n for p in prepared)
     with state.admission.admit(answers, tokens):
+        call.answer_headers.update(call.tenant.pay(sum(len(p.request.prompt_ids) for p in prepared)))
         records = [PromptRecord(p.request.params, len(p.request.prompt_ids)) for p in prepared]
         call.record.prompts = records
         try:
@@ -135,6 +136,7 @@ def _count(call: Call) -> None:
         used.prompt_tokens += record.prompt_tokens
         used.cached_tokens += record.cached_tokens
         used.completion_tokens += record.completion_tokens
+    call.tenant.pay_answer(sum(record.completion_tokens for record in call.record.prompts))
 
 
 async def complete(call: Call, jobs: Sequence[Job]) -> list[RequestOutput]:

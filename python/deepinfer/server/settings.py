@@ -52,7 +52,10 @@ class ServerSettings:
         (), "list", "key that clients must send; may be repeated (others see it in the list of processes: a file is safer)", metavar="KEY"
     )
     api_key_file: str | None = _setting(
-        None, "text", "file of keys, one a line, or of tenants (docs/serving.md); read again when it changes", metavar="FILE"
+        None,
+        "text",
+        "file of keys, one a line (or sha256:HEX), or of tenants (docs/serving.md); read again when it changes",
+        metavar="FILE",
     )
     cors_origin: tuple[str, ...] = _setting(
         (), "list", "origin whose pages may call; may be repeated, * is any (default: none)", metavar="ORIGIN"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.server.admission import Admission
 from deepinfer.server.errors import ApiError
-from deepinfer.server.http.auth import Keys
+from deepinfer.server.keys import Keys
 from deepinfer.server.records import CallRecord
 from deepinfer.server.settings import ServerSettings
 

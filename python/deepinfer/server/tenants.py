@@ -1,14 +1,17 @@
-"""Who asks: keys, the tenants they belong to, and what these may use.
+"""Who asks: tenants, what they may use and have used.
 
-Owns: tenants, their keys (as SHA-256 only), rate limits, counters of use. Never touches: HTTP (see `http.auth`), files other than
-the one of keys.
+Owns: tenants, rate limits, counters of use. Never touches: keys (see `keys`), HTTP.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deepinfer.sampling import SamplingParams, TrafficClass
+from deepinfer.server.errors import ApiError
 
 
 @dataclass(slots=True)
@@ -22,9 +25,39 @@ class Usage:
     completion_tokens: int = 0
 
 
+class Bucket:
+    """A limit per minute that refills evenly. What it holds may go below zero: answers are paid for when they are over."""
+
+    def __init__(self, per_minute: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self.per_minute = per_minute
+        self._level, self._at = float(per_minute), now()
+
+    def level(self) -> float:
+        """What is left."""
+        now = self._now()
+        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
+        self._at = now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Takes so much, whatever is left."""
+        self._level = self.level() - amount
+
+    def wait(self, amount: float) -> float:
+        """Seconds until so much is there, or all that there can be."""
+        return max(0.0, min(amount, self.per_minute) - self.level()) * 60 / self.per_minute
+
+    def change(self, per_minute: int) -> None:
+        """Another limit; what was used stays used."""
+        used = self.per_minute - self.level()
+        self.per_minute = per_minute
+        self._level = per_minute - used
+
+
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant; ``usage`` stays when the file of keys is read again.
+    """One tenant. The object stays when the file of keys is read again, and with it what was used.
 
     Attributes:
         cache_salt: prompts of tenants with different salts share no cached prefix; ``None``: the common one.
@@ -40,21 +73,83 @@ class Tenant:
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     usage: Usage = field(default_factory=Usage)
+    _requests: Bucket | None = field(init=False, default=None)
+    _tokens: Bucket | None = field(init=False, default=None)
 
-    def params(self, params: SamplingParams, names_class: bool = False) -> SamplingParams:
-        """A request's sampling values under this tenant's salt, priority and class; ``names_class``: it brought a class of its own."""
+    def __post_init__(self) -> None:
+        self._requests = _changed(self._requests, self.requests_per_minute)
+        self._tokens = _changed(self._tokens, self.tokens_per_minute)
+
+    def become(self, other: Tenant) -> None:
+        """Takes over another one's settings."""
+        for name in ("cache_salt", "traffic_class", "priority", "requests_per_minute", "tokens_per_minute"):
+            setattr(self, name, getattr(other, name))
+        self.__post_init__()
+
+    def pay(self, prompt_tokens: int) -> dict[str, str]:
+        """Pays for a request that comes in: itself and its prompt. Gives the headers that say what is left.
+
+        Raises:
+            ApiError: 429; a limit is reached.
+        """
+        waits = [bucket.wait(amount) for bucket, amount in ((self._requests, 1), (self._tokens, prompt_tokens)) if bucket is not None]
+        wait = max(waits, default=0.0)
+        if wait > 0:
+            self.usage.rejected += 1
+            which = "requests" if self._requests is not None and self._requests.wait(1) > 0 else "tokens"
+            limit = self.requests_per_minute if which == "requests" else self.tokens_per_minute
+            message = f"the limit of {limit} {which} a minute is reached; try again in {math.ceil(wait)} s"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=math.ceil(wait), headers=self.headers())
+        if self._requests is not None:
+            self._requests.take(1)
+        if self._tokens is not None:
+            self._tokens.take(prompt_tokens)
+        return self.headers()
+
+    def pay_answer(self, tokens: int) -> None:
+        """Pays for what was generated."""
+        if self._tokens is not None:
+            self._tokens.take(tokens)
+
+    def headers(self) -> dict[str, str]:
+        """The limits and what is left of them, under the names that OpenAI's service uses."""
+        made: dict[str, str] = {}
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                made[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                made[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level())))
+                made[f"x-ratelimit-reset-{name}"] = _span(bucket.wait(bucket.per_minute))
+        return made
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """A request's sampling values under this tenant's salt and priority."""
         salt = params.cache_salt
         if self.cache_salt is not None:
             # The length keeps a tenant's salt from running into what its client says.
             salt = f"{len(self.cache_salt)}:{self.cache_salt}{salt or ''}"
-        changes = {
-            "cache_salt": salt,
-            "priority": max(params.priority, self.priority),
-            "traffic_class": params.traffic_class if names_class else self.traffic_class,
-        }
-        changes = {name: value for name, value in changes.items() if value != getattr(params, name)}
-        return params.clone(**changes) if changes else params
+        priority = max(params.priority, self.priority)
+        if (salt, priority) == (params.cache_salt, params.priority):
+            return params
+        return params.clone(cache_salt=salt, priority=priority)
 
 
 PUBLIC = "default"
 """Name of the one tenant where there are none."""
+
+
+def _changed(bucket: Bucket | None, per_minute: int) -> Bucket | None:
+    if not per_minute:
+        return None
+    if bucket is None:
+        return Bucket(per_minute)
+    if bucket.per_minute != per_minute:
+        bucket.change(per_minute)
+    return bucket
+
+
+def _span(seconds: float) -> str:
+    """A time as such headers give it: 20ms, 1.5s, 2m3s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)}m{math.ceil(rest)}s" if minutes else f"{rest:.1f}s"

@@ -68,7 +68,7 @@ def read(call: Call, body: Mapping[str, Any]) -> Request:
         values["logprobs"] = top
     if wanted is not None or (echo and top is not None):
         values["prompt_logprobs"] = -1 if -1 in (top, wanted) else max(top or 0, wanted or 0)
-    params = fields.sampling_params(call.state.llm.default_sampling_params, values)
+    params = fields.sampling_params(call, values)
     own_id = body.get("request_id")
     if own_id is not None:
         if not good_request_id(own_id):

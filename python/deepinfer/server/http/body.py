@@ -86,7 +86,7 @@ def parse_json(body: bytes, *, most_depth: int) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > most_depth:
         _check_depth(body, most_depth)
     try:
-        read = json.loads(body, parse_constant=_constant)
+        read = json.loads(body.decode(), parse_constant=_constant)
     except UnicodeDecodeError:
         raise BadRequestError("the body is not UTF-8", code="invalid_json") from None
     except json.JSONDecodeError as e:
