@@ -184,7 +184,7 @@ class ScriptedFront(AsyncFront):
         self.submitted: dict[str, EngineRequest] = {}
         self.cancelled: list[str] = []
         self.stopped: list[tuple[str, int, int]] = []
-        self.counted: Any = None
+        self.counted: dict[str, Any] = {}
         self.on_submit: Callable[[EngineRequest], None] | None = None
 
     @property

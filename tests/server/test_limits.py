@@ -18,7 +18,6 @@ from deepinfer.server.settings import ServerSettings
 from deepinfer.server.tenants import Bucket, Tenant
 from server_kit import App, in_loop, scripted
 
-
 BODY: dict[str, Any] = {"prompt": "the fox", "max_tokens": 20}
 
 

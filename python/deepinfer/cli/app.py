@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "answer clients of OpenAI's and Anthropic's protocols over HTTP",
     "chat": "talk with a model in the terminal",
     "batch": "answer a JSONL file of OpenAI batch requests",
+    "top": "watch a server in the terminal: requests, tokens, KV, times",
     "bench": "measure this machine: throughput, latency, or the scheduler alone",
     "kvstore": "run and look after the KV store that outlives engines",
     "plan": "show how large a model is and what fits a machine, without its weights",

@@ -19,8 +19,11 @@ from starlette.routing import Route as StarletteRoute
 
 from deepinfer.server.endpoints import ROUTES, Route
 from deepinfer.server.errors import ApiError
+from deepinfer.server.http.access_log import log_call
 from deepinfer.server.http.auth import tenant_of
 from deepinfer.server.http.call import Call
+from deepinfer.server.metrics.exposition import ServerMetrics
+from deepinfer.server.metrics.tracing import tracing
 from deepinfer.server.settings import ServerSettings
 from deepinfer.server.state import ServerState
 
@@ -66,9 +69,23 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(ApiError(status, message, code="not_found" if status == 404 else None).body(), status)
 
 
+def _observe(state: ServerState) -> None:
+    """Counts, traces and logs calls."""
+    metrics = ServerMetrics(state, state.settings.vllm_metric_names)
+    state.parts["metrics"] = metrics
+    state.gap = metrics.front.gap
+    state.observers += [metrics.front.observe, log_call]
+    state.closers.append(metrics.close)
+    spans = tracing(state.settings.otlp_traces_endpoint, state.model_name)
+    if spans is not None:
+        state.observers.append(spans.observe)
+        state.closers.append(spans.close)
+
+
 def build_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     """The application for an engine that is ready; its `ServerState` is ``app.state.server``."""
     state = ServerState(llm, settings)
+    _observe(state)
     routes = [
         StarletteRoute(path, _Path(state, list(methods)))
         for path, methods in groupby(sorted(ROUTES, key=lambda r: ("{" in r.path, r.path)), key=lambda r: r.path)

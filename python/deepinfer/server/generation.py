@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -64,6 +65,8 @@ async def generate(call: Call, jobs: Sequence[Job], stream: bool) -> AsyncGenera
             async with contextlib.aclosing(_run(call, prepared)) as outputs:
                 async for place, output in outputs:
                     _note(records[place], output)
+                    if stream:
+                        _note_gaps(call, records[place], output)
                     yield jobs[place], output
         finally:
             _count(call)
@@ -127,6 +130,15 @@ def _note(record: PromptRecord, output: RequestOutput) -> None:
             record.finish_reasons.append(answer.finish_reason)
         if answer.finish_reason == "error":
             raise StepFailedError(answer.error or "a step failed")
+
+
+def _note_gaps(call: Call, record: PromptRecord, output: RequestOutput) -> None:
+    now = time.monotonic()
+    for answer in output.outputs:
+        if answer.token_ids:
+            if (before := record.last_token.get(answer.index)) is not None:
+                call.state.gap(now - before, len(answer.token_ids))
+            record.last_token[answer.index] = now
 
 
 def _count(call: Call) -> None:

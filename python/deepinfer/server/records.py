@@ -16,7 +16,8 @@ CLIENT_LEFT = 499
 
 @dataclass(slots=True)
 class PromptRecord:
-    """One prompt that the engine took in; ``finish_reasons`` of its answers that ended."""
+    """One prompt that the engine took in; ``finish_reasons`` of its answers that ended; ``last_token``: when each answer of a stream had
+    its newest, in seconds of ``time.monotonic()``."""
 
     params: SamplingParams
     prompt_tokens: int
@@ -24,6 +25,7 @@ class PromptRecord:
     completion_tokens: int = 0
     finish_reasons: list[FinishReason] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    last_token: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ import uvicorn
 from deepinfer.engine.async_engine import AsyncLLM
 from deepinfer.errors import EngineDeadError
 from deepinfer.server.app import build_app
+from deepinfer.server.http.access_log import set_up
 from deepinfer.server.http.listen import Bound, http_protocol, many_descriptors
 from deepinfer.server.settings import ServerSettings
 from deepinfer.server.state import ServerState
@@ -92,6 +93,7 @@ async def _serve(engine: dict[str, Any], settings: ServerSettings, bound: Bound,
 
 
 async def _serve_ready(llm: AsyncLLM, settings: ServerSettings, bound: Bound, signals: _Signals, note: Note) -> int:
+    set_up(settings.log_format, settings.access_log)
     app = build_app(llm, settings)
     state: ServerState = app.state.server
     server = _Server(
@@ -126,6 +128,8 @@ async def _serve_ready(llm: AsyncLLM, settings: ServerSettings, bound: Bound, si
     finally:
         for task in (watching, told):
             task.cancel()
+        for close in state.closers:
+            await asyncio.to_thread(close)
     return 0
 
 

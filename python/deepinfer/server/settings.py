@@ -73,6 +73,16 @@ class ServerSettings:
     ping_interval: float = _setting(15.0, "number", "seconds of silence after which a stream gets a comment line (default: 15)")
     drain_timeout: float = _setting(30.0, "number", "seconds that running requests are given at SIGTERM (default: 30)")
     protect_metrics: bool = _setting(False, "switch", "ask for a key at /metrics, too")
+    vllm_metric_names: bool = _setting(False, "switch", "give the core metrics under vLLM's names as well")
+    otlp_traces_endpoint: str | None = _setting(
+        None,
+        "text",
+        "where traces go (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces; OpenTelemetry's own variables count, too",
+        metavar="URL",
+    )
+    log_format: Literal["text", "json"] = _setting("text", "text", "form of the lines on stderr (default: text)", choices=("text", "json"))
+    access_log: bool = _setting(True, "switch", "write a line for every request")
+    page: bool = _setting(True, "switch", "serve the page at /")
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from deepinfer.server.endpoints import completions, health, models, tokens
+from deepinfer.server.endpoints import completions, health, metrics, models, page, tokens
 from deepinfer.server.errors import Protocol
 from deepinfer.server.http.call import Call
 
@@ -35,4 +35,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/health", health.health, open=True),
     Route("GET", "/ready", health.ready, open=True),
     Route("GET", "/version", health.version, open=True),
+    Route("GET", "/metrics", metrics.metrics, open=True),
+    Route("GET", "/", page.index, open=True),
+    Route("GET", "/page/{name}", page.asset, open=True),
 )
