@@ -49,7 +49,8 @@ WINDOWS = Kind(
 class Walk:
     """A grammar over a few ids: which ones may come depends on the newest id and on how many there are, the end now and then.
 
-    ``ends_after``: no id at all is allowed behind so many. ``eos``: the ids that end it.
+    ``ends_after``: no id at all is allowed behind so many, which is an end for even keys and a fault for odd ones. ``eos``: the ids that
+    end it.
     """
 
     def __init__(self, key: int, ends_after: int | None, eos: tuple[int, ...] = LLAMA.eos) -> None:
@@ -59,6 +60,10 @@ class Walk:
     @property
     def position(self) -> int:
         return len(self._tokens)
+
+    @property
+    def complete(self) -> bool:
+        return self._key % 2 == 0 and self._ends is not None and len(self._tokens) >= self._ends
 
     def allowed(self) -> list[int]:
         n, last = len(self._tokens), self._tokens[-1] if self._tokens else self._key
@@ -333,7 +338,7 @@ def leftovers(llm: LLM) -> list[str]:
         if pool["held"] or pool["parked"]:
             wrong.append(f"{name}: {pool}")
     answers, grammars = engine._answers, engine._grammars
-    if engine.has_unfinished() or answers.by_handle or answers.requests or grammars._matchers or grammars._errors:
+    if engine.has_unfinished() or answers.by_handle or answers.requests or grammars._matchers or grammars._errors or grammars._whole:
         wrong.append("requests are left")
     if (why := engine._core.check()) is not None:
         wrong.append(why)

@@ -29,6 +29,7 @@ HEIGHT = {
     "distributed": 0,
     "errors": 0,
     "sampling": 0,
+    "structured_outputs": 0,
     "outputs": 0,
     "_core": 0,
     "core_check": 0,

@@ -16,6 +16,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 from deepinfer import errors
 from deepinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from deepinfer.sampling import SamplingParams
+from deepinfer.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from deepinfer.llm import LLM, AsyncLLM, PrefillDecodePair
@@ -31,6 +32,7 @@ __all__ = [
     "PrefillDecodePair",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
     "errors",
     "register_model",

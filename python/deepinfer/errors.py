@@ -33,6 +33,14 @@ class SamplingParamsError(InvalidRequestError):
     """A sampling value is out of range or conflicts with another one."""
 
 
+class GrammarError(InvalidRequestError):
+    """A schema, expression or grammar of a request cannot be used; the message says where and why."""
+
+
+class GrammarTimeoutError(GrammarError):
+    """A schema, expression or grammar takes more time or memory to compile than one request may have."""
+
+
 class ConfigError(DeepInferError, ValueError):
     """An engine setting is out of range or conflicts with another one."""
 

@@ -13,12 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepinfer.engine.async_engine import AsyncLLM
 from deepinfer.engine.chat_template import Message
 from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.grammars import make_grammar_service
 from deepinfer.engine.image_input import image_rules
 from deepinfer.engine.input_processor import ModelLimits, Prompt, PromptDict, match_params, split_conversations, split_prompts
 from deepinfer.engine.interrupt import hold_interrupts
@@ -30,6 +32,9 @@ from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.errors import EngineDeadError, InvalidRequestError
 from deepinfer.outputs import RequestOutput
 from deepinfer.sampling import SamplingParams
+from deepinfer.structured.matcher import SHELF
+from deepinfer.structured.service import PreparedGrammar
+from deepinfer.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -112,6 +117,7 @@ class LLM:
             raise
         rules = image_rules(self.config, self._engine.images)
         self._inputs = text.input_processor(ModelLimits(self._engine.max_model_len, self._engine.vocab_size, rules))
+        self._grammars = make_grammar_service(self.config, text, self._engine.vocab_size)
         self._outputs = OutputProcessor(text.tokenizer)
         self._made: list[RequestOutput] = []  # outputs not yet given out: whoever drives the engine may make those of others
         self._streams: set[str] = set()  # requests whose outputs a stream() iterator takes
@@ -196,7 +202,8 @@ class LLM:
                 message starts with the prompt's place when there are several.
             EngineDeadError: the engine has stopped.
 
-        A request that fails later has ``finish_reason="error"`` in its output; the others are complete. Ctrl-C aborts
+        Structured outputs of a value are compiled before anything is submitted. A request that fails later has ``finish_reason="error"`` in
+        its output (``"so_failed"`` if it could not be held to its form); the others are complete. Ctrl-C aborts
         the requests of this call; the LLM can be used on.
         """
         chosen = split_prompts(prompts)
@@ -274,7 +281,41 @@ class LLM:
                 prepared.append(self._inputs.prepare(prompt, values, request_id, stream=False))
             except InvalidRequestError as e:
                 raise (type(e)(f"prompt {place}: {e}") if len(prompts) > 1 else e) from None
+        forms = [(i, values.form) for i, values in enumerate(params) if values.form is not None]
+        if forms:
+            for (i, _), made in zip(forms, self._grammars.compile_all([form for _, form in forms]), strict=True):
+                prepared[i] = self._following(prepared[i][0], made), prepared[i][1]
         return prepared
+
+    def _following(self, request: EngineRequest, made: PreparedGrammar) -> EngineRequest:
+        """The request with its grammar, which this process knows how to read afterwards."""
+        SHELF.learn(self._grammars.vocabulary)
+        SHELF.warm(made.grammar)
+        return replace(request, grammar=made.grammar)
+
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, grammar: PreparedGrammar | None, *, stream: bool
+    ) -> tuple[EngineRequest, str | None]:
+        request, text = self._inputs.prepare(prompt, params, request_id, stream=stream)
+        if grammar is None and params.form is not None:
+            grammar = self._grammars.compile(params.form)
+        return request if grammar is None else self._following(request, grammar), text
+
+    def compile_grammar(self, structured_outputs: StructuredOutputs | Mapping[str, Any]) -> PreparedGrammar:
+        """Compiles structured outputs ahead of a request; what they say and will not be held to is in ``reports``. From any thread.
+
+        Raises:
+            GrammarError: they are malformed, or strict with keywords that would not be held to; GrammarTimeoutError: too much.
+            ConfigError: xgrammar is not installed.
+        """
+        wanted = StructuredOutputs.of(structured_outputs)
+        if wanted is None:
+            raise InvalidRequestError("there are no structured outputs to compile")
+        return self._grammars.compile(wanted)
+
+    def structured_stats(self) -> dict[str, float]:
+        """What compiling grammars has cost so far, see :meth:`deepinfer.structured.service.GrammarService.stats`."""
+        return self._grammars.stats()
 
     # As it comes
 
@@ -287,19 +328,26 @@ class LLM:
         check_mode(mode)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request_id = self._inputs.new_request_id()
-        request, text = self._inputs.prepare(prompt, params, request_id, stream=True)
+        request, text = self._prepare(prompt, params, request_id, None, stream=True)
         with hold_interrupts():
             self._submit(request, text, mode)
             return RequestStream(self, request_id)
 
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None, stream: bool = False
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        stream: bool = False,
+        grammar: PreparedGrammar | None = None,
     ) -> str:
         """Queues a prompt for :meth:`step`; gives its id.
 
         Args:
             request_id: chosen if ``None``; must differ from those of unfinished requests.
             stream: report after every token (cumulative outputs) instead of once at the end.
+            grammar: what :meth:`compile_grammar` gave for ``sampling_params.structured_outputs``, which are compiled here otherwise.
 
         Raises:
             InvalidRequestError: the request is wrong; nothing has been queued.
@@ -308,7 +356,7 @@ class LLM:
         request_id = self._inputs.new_request_id() if request_id is None else request_id
         if not isinstance(request_id, str) or request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use or no string; choose another")
-        request, text = self._inputs.prepare(prompt, params, request_id, stream=stream)
+        request, text = self._prepare(prompt, params, request_id, grammar, stream=stream)
         self._submit(request, text, "cumulative" if stream else "final")
         return request_id
 
@@ -425,6 +473,7 @@ class LLM:
             return
         with self._lock:
             engine, self._engine = self._engine, None
+            self._grammars.close()
             if engine is not None:
                 engine.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "so_failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,10 @@ class CompletionOutput:
             the token that completed a stop string. Their number is what usage counts.
         cumulative_logprob: sum over ``token_ids``; ``None`` unless ``logprobs`` was asked for.
         logprobs: one entry per token id; ``None`` unless asked for.
-        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``; ``None`` while it goes on.
+        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or ``"so_failed"``: the form that was asked for
+            (``structured_outputs``) could not be held to any longer; ``None`` while it goes on.
         stop_reason: the stop string or stop id that ended it; ``None`` for the model's own end-of-sequence ids.
-        error: message when ``finish_reason`` is ``"error"``.
+        error: message when ``finish_reason`` is ``"error"`` or ``"so_failed"``.
     """
 
     index: int

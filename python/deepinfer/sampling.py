@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from deepinfer.errors import SamplingParamsError
+from deepinfer.structured_outputs import StructuredOutputs
 
 TrafficClass = Literal["agent", "chat"]
 
@@ -85,6 +86,8 @@ class SamplingParams:
         priority: smaller is served first.
         cache_salt: prompts share cached prefixes only with prompts under the same salt.
         traffic_class: ``"chat"`` or ``"agent"``; a hint for prefix-cache retention and scheduling.
+        structured_outputs: the form that the answer has to have, see :class:`~deepinfer.structured_outputs.StructuredOutputs`; also its
+            fields as a mapping. The model's end-of-sequence ids are drawn only where the text is whole.
     """
 
     n: int = 1
@@ -113,6 +116,7 @@ class SamplingParams:
     priority: int = 0
     cache_salt: str | None = None
     traffic_class: TrafficClass = "chat"
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -120,6 +124,7 @@ class SamplingParams:
         put(self, "bad_words", _strings("bad_words", self.bad_words))
         put(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         put(self, "logit_bias", _logit_bias(self.logit_bias))
+        put(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._check_ranges()
         self._check_conflicts()
 
@@ -142,6 +147,11 @@ class SamplingParams:
     def banned_strings(self) -> tuple[str, ...]:
         """``bad_words`` as the tuple it is stored as."""
         return self.bad_words  # type: ignore[return-value]
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """``structured_outputs`` as it is stored."""
+        return self.structured_outputs  # type: ignore[return-value]
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with some values changed, checked again."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer import StructuredOutputs
 from deepinfer.cli.batch_file import LineError
 from deepinfer.cli.batch_request import read_body, response_body
 from deepinfer.outputs import CompletionOutput, Logprob, RequestOutput
@@ -25,7 +26,15 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         (CHAT, {"messages": MESSAGES, "temprature": 0}, "did you mean temperature"),
         (CHAT, {"messages": MESSAGES, "stream": True}, "stream is not served"),
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools is not served"),
-        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format is not served"),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "type 'xml' is not known"),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "needs .*json_schema"),
+        (CHAT, {"messages": MESSAGES, "response_format": "json"}, "an object with a type"),
+        (CHAT, {"messages": MESSAGES, "structured_outputs": {"regexp": "a"}}, "no regexp"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "give one of them",
+        ),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "needs logprobs"),
         (CHAT, {"messages": MESSAGES, "logprobs": 3}, "true or false"),
         (CHAT, {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "differ"),
@@ -47,6 +56,29 @@ def test_what_is_not_served_is_named(url: str, body: dict[str, Any], says: str) 
 def test_labels_and_neutral_values_are_accepted() -> None:
     body = {"messages": MESSAGES, "model": "m", "user": "u", "stream": False, "tools": [], "response_format": {"type": "text"}}
     assert read_body(CHAT, body).sampling == {"max_tokens": None}
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True}}},
+            StructuredOutputs(json={"type": "object"}, strict=True),
+        ),
+        ({"response_format": {"type": "json_schema", "name": "n", "schema": {}, "strict": None}}, StructuredOutputs(json={})),
+        ({"response_format": {"type": "regex", "pattern": "a+"}}, StructuredOutputs(regex="a+")),
+        ({"response_format": {"type": "grammar", "grammar": 'root ::= "a"'}}, StructuredOutputs(grammar='root ::= "a"')),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            StructuredOutputs(structural_tag={"type": "structural_tag", "format": {"type": "any_text"}}),
+        ),
+        ({"structured_outputs": {"choice": ["a", "b"], "regex": None, "strict": None}}, StructuredOutputs(choice=["a", "b"])),
+    ],
+)
+def test_forms_of_answers_are_read(body: dict[str, Any], form: StructuredOutputs) -> None:
+    assert read_body(CHAT, {"messages": MESSAGES, **body}).sampling["structured_outputs"] == form
+    assert read_body(COMPLETIONS, {"prompt": "x", **body}).sampling["structured_outputs"] == form
 
 
 def test_sampling_values_are_passed_on() -> None:

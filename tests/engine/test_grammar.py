@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from deepinfer.engine.engine import Engine
 from deepinfer.sampling import SamplingParams
-from deepinfer.worker.grammar import DeadEndError, apply_masks, fill_masks, mask_words
+from deepinfer.worker.grammar import MOST_MASK, DeadEndError, MaskClock, apply_masks, fill_masks, mask_words
 from engine_kit import VOCAB, Answer, collect, generate, make_engine, random_prompts, request, same_bits, tiny_checkpoint
 
 EOS, OPEN, CLOSE, COMMA = 2, 100, 101, 102
@@ -29,6 +30,10 @@ class Numbers:
     @property
     def position(self) -> int:
         return len(self._states) - 1
+
+    @property
+    def complete(self) -> bool:
+        return self._states[-1][0] == "end"
 
     def allowed(self) -> list[int]:
         where, numbers, digits = self._states[-1]
@@ -115,21 +120,31 @@ def test_answers_of_one_request_have_matchers_of_their_own(device: str) -> None:
 
 
 class Three(Numbers):
-    """Three ids, and then nothing at all."""
+    """Three ids, and then nothing at all: the end, or a fault."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self._whole = whole
+
+    @property
+    def complete(self) -> bool:
+        return self._whole and self.position >= 3
 
     def allowed(self) -> list[int]:
         return super().allowed() if self.position < 3 else []
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_nothing_follows_what_a_grammar_describes(overlap: bool, stream: bool, device: str) -> None:
+def test_nothing_follows_what_a_grammar_describes(overlap: bool, stream: bool, whole: bool, device: str) -> None:
     """A dead end is found when the next step is in the making: what that one draws is not told, even if it is the last by length."""
     p = SamplingParams(temperature=1.0, seed=1, max_tokens=4, logprobs=0)
     with make_engine(tiny_checkpoint("llama"), device, zero_overhead=overlap) as engine:
-        engine.add_request(request("r", random_prompts((20,))[0], p, grammar=Three, stream=stream))
+        engine.add_request(request("r", random_prompts((20,))[0], p, grammar=partial(Three, whole), stream=stream))
         answer = collect(engine)["r", 0]
-    assert answer.finish == "error" and "allows no token" in (answer.error or "")
+    assert answer.finish == ("stop" if whole else "so_failed") and (answer.error is None) == whole
+    assert whole or "allows no token" in (answer.error or "")
     assert len(answer.tokens) == len(answer.logprobs) == 3
 
 
@@ -145,6 +160,10 @@ class Broken(Numbers):
     def fill_mask(self, row: NDArray[np.int32]) -> None:
         if self.position == self._at and self._way == "fill":
             raise RuntimeError("fill broke")
+        if self.position == self._at and self._way == "slow":
+            start = time.thread_time()
+            while time.thread_time() - start < MOST_MASK:
+                pass
         super().fill_mask(row)
         if self.position == self._at and self._way == "empty":
             row[:] = 0
@@ -158,7 +177,14 @@ class Broken(Numbers):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     ("way", "why"),
-    [("make", "no such grammar"), ("fill", "fill broke"), ("empty", "no token"), ("raise", "accept broke"), ("refuse", "refuses token")],
+    [
+        ("make", "no such grammar"),
+        ("fill", "fill broke"),
+        ("empty", "no token"),
+        ("raise", "accept broke"),
+        ("refuse", "refuses token"),
+        ("slow", "for one mask"),
+    ],
 )
 def test_a_grammar_that_fails_ends_its_own_request_only(way: str, why: str, overlap: bool, device: str) -> None:
     prompts = random_prompts((20, 33, 15))
@@ -170,7 +196,7 @@ def test_a_grammar_that_fails_ends_its_own_request_only(way: str, why: str, over
         engine.add_request(request("broken", prompts[2], p, grammar=partial(Broken, way, 3), stream=True))
         answers = collect(engine)
         broken = answers["broken", 0]
-        assert broken.finish == "error" and why in (broken.error or ""), broken.error
+        assert broken.finish == "so_failed" and why in (broken.error or ""), broken.error
         assert len(broken.tokens) == (0 if way == "make" else 3)  # nothing that came without a mask, nor what was refused
         assert same_bits(answers["free", 0], want) and answers["held", 0].finish == "length"
         replay = Numbers()
@@ -178,6 +204,8 @@ def test_a_grammar_that_fails_ends_its_own_request_only(way: str, why: str, over
         for _ in range(3):
             engine.step()
         assert not engine.core_counts()["groups"][0]["held"]
+        counted = engine.metrics().grammars
+        assert counted["so_failed"] == 1 and counted["fills"] >= 20 and counted["slow_fills"] == (way == "slow")
 
 
 # The parts
@@ -189,7 +217,7 @@ def test_rows_behind_drafts_are_masked_from_where_the_drafts_lead() -> None:
         assert grammar.accept(token)
     rows = np.zeros((5, mask_words(VOCAB)), np.int32)
     drafts = [COMMA, 203, OPEN, 204]  # the third is not allowed
-    fill_masks(grammar, rows, drafts)
+    fill_masks(grammar, rows, drafts, MaskClock())
     assert grammar.position == 2
     ahead, row = Numbers(), np.zeros(mask_words(VOCAB), np.int32)
     for token in (OPEN, 201):
@@ -200,7 +228,7 @@ def test_rows_behind_drafts_are_masked_from_where_the_drafts_lead() -> None:
         ahead.accept(drafts[nth])
     assert (rows[3:] == -1).all()
     with pytest.raises(DeadEndError):
-        fill_masks(Broken("empty", 0), rows[:1], [])
+        fill_masks(Broken("empty", 0), rows[:1], [], MaskClock())
 
 
 def test_a_mask_forbids_exactly_what_it_says(device: str) -> None:

@@ -33,6 +33,10 @@ class Song:
     def position(self) -> int:
         return len(self._sung)
 
+    @property
+    def complete(self) -> bool:
+        return len(self._sung) // (len(CHORUS) + 1) >= self._verses
+
     def allowed(self) -> list[int]:
         verse, word = divmod(len(self._sung), len(CHORUS) + 1)
         if EOS in self._sung or verse >= self._verses:

@@ -7,6 +7,8 @@ import itertools
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,9 @@ from deepinfer.cli.batch_request import Work, read_body, response_body
 if TYPE_CHECKING:
     from deepinfer.llm import LLM
     from deepinfer.outputs import RequestOutput
+    from deepinfer.structured.service import PreparedGrammar
 
+_WAITERS = 8
 USAGE = "--model MODEL [options] IN.jsonl OUT.jsonl"
 EXAMPLES = (
     "deepinfer batch --model smollm2 requests.jsonl answers.jsonl",
@@ -103,9 +107,10 @@ def _answer(engine: dict[str, Any], model: str, source: RequestFile, target: Ans
         return
     from deepinfer import LLM
 
-    with LLM(**engine) as llm, console.progress(total, "batch", "line") as bar:
+    with LLM(**engine) as llm, console.progress(total, "batch", "line") as bar, ExitStack() as cleanup:
         start = time.monotonic()  # of answering; loading is outside
         runner = _Runner(llm, model, target, tally)
+        cleanup.callback(runner.close)
         lines = itertools.chain([first], pending)
         shown = 0
         ended = False
@@ -176,41 +181,79 @@ class _Runner:
         self._target = target
         self._tally = tally
         self._open: dict[str, _Open] = {}
+        self._compiling: list[tuple[Line, Work, Future[PreparedGrammar]]] = []
+        self._compilers = ThreadPoolExecutor(_WAITERS, "batch-grammars")  # they wait for processes; threads start when needed
         self._limit = 2 * llm.max_num_seqs + 16
 
     @property
     def busy(self) -> bool:
-        return bool(self._open)
+        return bool(self._open or self._compiling)
 
     @property
     def room(self) -> bool:
-        return len(self._open) < self._limit
+        return len(self._open) + len(self._compiling) < self._limit
 
     def submit(self, line: Line) -> None:
-        """Queues a line's prompts, or refuses the line."""
-        ids: list[str] = []
+        """Queues a line's prompts, or refuses the line. One that needs a grammar comes when that is compiled; the others do not wait."""
         try:
             work = read_body(line.url, line.body)
+        except LineError as error:
+            self._refuse(line, error)
+            return
+        form = work.sampling.get("structured_outputs")
+        if form is None:
+            self._enter(line, work, None)
+        else:
+            self._compiling.append((line, work, self._compilers.submit(self._llm.compile_grammar, form)))
+
+    def _enter(self, line: Line, work: Work, grammar: PreparedGrammar | None) -> None:
+        ids: list[str] = []
+        try:
             params = self._llm.default_sampling_params(**work.sampling)
             prompts: list[Any] = list(work.prompts)
             if work.messages is not None:
                 prompts = [self._llm.chat_prompt(work.messages, **work.template_values)]
             for i, prompt in enumerate(prompts):
                 request_id = f"{line.number}.{i}"
-                self._llm.add_request(prompt, params, request_id=request_id)
+                self._llm.add_request(prompt, params, request_id=request_id, grammar=grammar)
                 ids.append(request_id)
-        except (LineError, errors.InvalidRequestError) as error:
+        except errors.InvalidRequestError as error:
             for request_id in ids:
                 self._llm.abort(request_id)
-            self._tally.bad += 1
-            code = error.code if isinstance(error, LineError) else _snake(type(error).__name__)
-            refuse(self._target, line.number, line.custom_id, code, str(error))
+            self._refuse(line, error)
             return
         state = _Open(line, work, ids)
         self._open.update((request_id, state) for request_id in ids)
 
+    def _refuse(self, line: Line, error: LineError | errors.InvalidRequestError) -> None:
+        self._tally.bad += 1
+        code = error.code if isinstance(error, LineError) else _snake(type(error).__name__)
+        refuse(self._target, line.number, line.custom_id, code, str(error))
+
+    def _enter_compiled(self) -> None:
+        """Queues the lines whose grammars have been compiled; waits for one if there is nothing else to do."""
+        if self._compiling and not self._open:
+            wait((future for _, _, future in self._compiling), return_when=FIRST_COMPLETED)
+        waiting, self._compiling = self._compiling, []
+        for line, work, future in waiting:
+            if not future.done():
+                self._compiling.append((line, work, future))
+                continue
+            try:
+                grammar = future.result()
+            except errors.InvalidRequestError as error:
+                self._refuse(line, error)
+            else:
+                self._enter(line, work, grammar)
+
+    def close(self) -> None:
+        """Waits for nothing any more; the engine's end ends what is being compiled."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
     def step(self) -> None:
         """Runs one engine step and writes the lines that end in it."""
+        if self._compiling:
+            self._enter_compiled()
         for output in self._llm.step():
             state = self._open.get(output.request_id)
             if state is None or not output.finished:
@@ -222,11 +265,12 @@ class _Runner:
 
     def _finish(self, state: _Open) -> None:
         outputs = [state.outputs[request_id] for request_id in state.ids]
-        failed = [a for o in outputs for a in o.outputs if a.finish_reason in ("error", "abort")]
+        failed = [a for o in outputs for a in o.outputs if a.finish_reason in ("error", "abort", "so_failed")]
         if failed:
             self._tally.failed += 1
+            code = "so_failed" if failed[0].finish_reason == "so_failed" else "engine_error"
             # Not the line's fault: no line number, so that the next run takes it up again.
-            refuse(self._target, None, state.line.custom_id, "engine_error", failed[0].error or "the request was aborted")
+            refuse(self._target, None, state.line.custom_id, code, failed[0].error or "the request was aborted")
             return
         body = response_body(state.work, self._model, int(time.time()), outputs)
         usage = body["usage"]

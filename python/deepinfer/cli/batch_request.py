@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepinfer.cli.batch_file import LineError
+from deepinfer.errors import InvalidRequestError
 from deepinfer.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from deepinfer.structured import from_response_format
+from deepinfer.structured_outputs import StructuredOutputs
 
 CHAT_URL = "/v1/chat/completions"
 
@@ -43,6 +46,7 @@ _SAMPLING = (
     "cache_salt",
     "traffic_class",
 )
+_FORMS = ("response_format", "structured_outputs")
 _LABELS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _CHAT_ONLY = ("messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs")
 _COMPLETION_ONLY = ("prompt", "logprobs", "echo", "best_of", "suffix")
@@ -55,7 +59,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none"),
     "parallel_tool_calls": (None, False),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -89,6 +92,9 @@ def read_body(url: str, body: dict[str, Any]) -> Work:
     chat = url == CHAT_URL
     _check_fields(body, chat)
     values = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    form = _form(body)
+    if form is not None:
+        values["structured_outputs"] = form
     top = _logprobs(body, chat)
     if top is not None:
         values["logprobs"] = top
@@ -109,7 +115,7 @@ def read_body(url: str, body: dict[str, Any]) -> Work:
 
 
 def _check_fields(body: dict[str, Any], chat: bool) -> None:
-    known = {*_SAMPLING, *_LABELS, *(_CHAT_ONLY if chat else _COMPLETION_ONLY)}
+    known = {*_SAMPLING, *_FORMS, *_LABELS, *(_CHAT_ONLY if chat else _COMPLETION_ONLY)}
     for name, value in body.items():
         if name in _REFUSED and not (name == "suffix" and chat):
             if not any(type(value) is type(calm) and value == calm for calm in _REFUSED[name]):
@@ -118,6 +124,16 @@ def _check_fields(body: dict[str, Any], chat: bool) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise LineError("unknown_field", f"unknown field {name!r}{hint}")
+
+
+def _form(body: dict[str, Any]) -> StructuredOutputs | None:
+    try:
+        form, other = StructuredOutputs.of(body.get("structured_outputs")), from_response_format(body.get("response_format"))
+    except InvalidRequestError as e:
+        raise LineError("invalid_value", str(e)) from None
+    if form is not None and other is not None:
+        raise LineError("invalid_value", "response_format and structured_outputs both say what the answer has to be; give one of them")
+    return form or other
 
 
 def _logprobs(body: dict[str, Any], chat: bool) -> int | None:

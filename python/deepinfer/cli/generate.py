@@ -18,6 +18,7 @@ USAGE = "--model MODEL [options] [PROMPT|-]"
 EXAMPLES = (
     'deepinfer generate --model smollm2 --temperature 0 "What is the capital of France?"',
     'deepinfer generate --model smollm2 --raw --max-tokens 40 --stop . "Once upon a time"',
+    'deepinfer generate --model smollm2 --regex "[0-9]+" "What is two and two?"',
     "deepinfer generate --model smollm2 --json - < question.txt",
 )
 
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_trace_option(parser)
     options.add_engine_options(parser)
     options.add_sampling_options(parser)
+    options.add_structured_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,7 +114,7 @@ def _print_answers(output: RequestOutput) -> None:
 
 def check_answer(answer: CompletionOutput) -> None:
     """Raises RunError for an answer that the engine could not finish."""
-    if answer.finish_reason == "error":
+    if answer.finish_reason in ("error", "so_failed"):
         raise console.RunError(answer.error or "the engine failed while generating")
 
 

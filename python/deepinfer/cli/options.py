@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepinfer.cli.console import UserError
@@ -103,6 +104,9 @@ ENGINE_OPTIONS = (
     Option("engram_tables", "where Engram tables are for a step (default: auto)", str, ("auto", "files", "device", "host")),
     Option("max_images_per_prompt", "most images of one prompt (default: 64)", int),
     Option("max_image_pixels", "most pixels of an image as it comes (default: 67108864)", int),
+    Option("grammar_workers", "processes that compile grammars (default: 4, and one core fewer than there are at most)", int),
+    Option("grammar_timeout", "seconds that one grammar may take to compile (default: 20)", float),
+    Option("grammar_cache_gib", "host memory for compiled grammars, in GiB; 0 is none (default: 10)", float),
     Option("num_threads", "torch threads of the step loop", int),
     Option("quiet", "leave out the report of what fits and the line on steps every 10 s, both on stderr", negatable=False),
 )
@@ -132,6 +136,13 @@ SAMPLING_OPTIONS = (
     Option("priority", "smaller is served first", int),
     Option("cache_salt", "share cached prefixes only under the same salt", str),
     Option("traffic_class", "hint for the prefix cache", str, ("agent", "chat")),
+)
+
+
+STRUCTURED_OPTIONS = (
+    Option("json_schema", "the answer is a JSON document of this schema", str, metavar="FILE"),
+    Option("regex", "the answer matches this regular expression", str),
+    Option("choice", "the answer is one of these texts; may be repeated", str, repeat=True),
 )
 
 
@@ -171,6 +182,13 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, omit: tuple[str, ..
             option.add_to(group)
 
 
+def add_structured_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of what an answer has to look like; :func:`sampling_arguments` reads them."""
+    group = parser.add_argument_group("structured output")
+    for option in STRUCTURED_OPTIONS:
+        option.add_to(group)
+
+
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``LLM`` that were given on the command line.
 
@@ -187,14 +205,29 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``SamplingParams`` that were given on the command line, ``--seed`` among them.
 
     Raises:
-        UserError: a ``--logit-bias`` is not ``ID=VALUE``.
+        UserError: a ``--logit-bias`` is not ``ID=VALUE``, or a schema's file cannot be read.
     """
     given = _given(args, SAMPLING_OPTIONS)
     if getattr(args, "seed", None) is not None:
         given["seed"] = args.seed
     if "logit_bias" in given:
         given["logit_bias"] = dict(_parse_bias(item) for item in given["logit_bias"])
+    form = _given(args, STRUCTURED_OPTIONS)
+    if len(form) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in form)
+        raise UserError(f"{flags} exclude each other; give one of them")
+    if "json_schema" in form:
+        form = {"json": _read_text(form["json_schema"])}
+    if form:
+        given["structured_outputs"] = form
     return given
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--json-schema {path} cannot be read: {getattr(e, 'strerror', None) or 'it is not UTF-8'}") from None
 
 
 def _given(args: argparse.Namespace, options: tuple[Option, ...]) -> dict[str, Any]:

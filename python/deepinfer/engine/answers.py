@@ -175,8 +175,11 @@ class Answers:
             tokens = tokens[: max(0, len(tokens) - (len(self._output(handle)) - kept))]
             if isinstance(self._role, PromptRole) and row[_O_FINISH] == _HANDOVER:
                 self._role.drop(handle)
-            finish = "error"
+        ended = self._grammars.finish_of(handle)
+        if ended is not None and (kept is not None or finish == "error"):
+            finish = ended
         delta = SequenceDelta(request.request_id, answer.index, tokens, finish, cached_tokens=answer.cached_tokens)
+        delta.cut = ended == "stop" and finish == "stop" and not (tokens and tokens[-1] in request.eos_ids)
         if answer.logprobs is not None:
             delta.logprobs, answer.logprobs = answer.logprobs[: len(tokens)], answer.logprobs[len(tokens) :]
         if not answer.told:
@@ -190,11 +193,13 @@ class Answers:
             self._forget(handle, answer)
             return self._hand_over(handle, request, delta)
         if finish is not None:
-            if finish == "error":
+            if finish == "so_failed":
+                delta.error = self._grammars.error_of(handle)
+            elif finish == "error":
                 late = self._role.late(handle) if isinstance(self._role, CompletionRole) else None
                 if late is not None:
                     delta.error_kind = type(late).__name__
-                delta.error = self._grammars.error_of(handle) or error or (str(late) if late else "the engine ended this request")
+                delta.error = error or (str(late) if late else "the engine ended this request")
             self._forget(handle, answer)
         return delta
 

@@ -121,6 +121,11 @@ class EngineConfig:
             ``host`` memory that a GPU reads; ``None`` or ``auto`` = files on a CPU, a GPU that has twice their room, else the host.
         max_images_per_prompt: most images of a prompt, for models that take images.
         max_image_pixels: most pixels (width times height) of an image as it comes, before it is scaled for the model.
+        grammar_workers: processes that compile what requests ask for as ``structured_outputs``; they start at the first need. ``None`` =
+            ``SO_BUILDER_CPUS``, else 4; a core is left to all else anyway.
+        grammar_timeout: seconds that one grammar may take to compile; ``None`` = ``XGRAMMAR_TIMEOUT``, else 20.
+        grammar_cache_gib: host memory for compiled grammars, which requests find again, taken as they come; 0 = none, ``None`` =
+            ``XGRAMMAR_CACHE_GIB``, else 10.
         num_threads: torch threads; ``None`` = ``DEEPINFER_NUM_THREADS``, else torch's choice.
         quiet: leave the capacity report out; ``None`` = ``DEEPINFER_QUIET``.
 
@@ -182,6 +187,9 @@ class EngineConfig:
     engram_tables: TablePlace | None = None
     max_images_per_prompt: int = 64
     max_image_pixels: int = 1 << 26
+    grammar_workers: int | None = None
+    grammar_timeout: float | None = None
+    grammar_cache_gib: float | None = None
 
     def __post_init__(self) -> None:
         if self.trust_remote_code:
@@ -201,6 +209,11 @@ class EngineConfig:
         _positive("max_images_per_prompt", self.max_images_per_prompt)
         _positive("max_image_pixels", self.max_image_pixels)
         _positive("num_threads", self.num_threads, most=_MOST_THREADS)
+        _positive("grammar_workers", self.grammar_workers)
+        _gib("grammar_cache_gib", self.grammar_cache_gib)
+        seconds, most = self.grammar_timeout, environ.MOST_COMPILE_SECONDS
+        if seconds is not None and (not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0.01 <= seconds <= most):
+            raise ConfigError(f"grammar_timeout must be a number of seconds between 0.01 and {most:g}, got {seconds!r}")
         self._check_caches()
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size!r}")

@@ -444,7 +444,8 @@ class Engine(EngineHooks):
         self._check_process()
         tables = self.model.table_counters() if isinstance(self.model, TableModel) else None
         slices = None if self._slices is None else self._slices.counts()
-        return EngineMetrics.of(self._core, tables, slices, None if self._store is None else self._store.counters.as_dict())
+        store = None if self._store is None else self._store.counters.as_dict()
+        return EngineMetrics.of(self._core, tables, slices, store, self._grammars.counts())
 
     def kv_identity(self) -> dict[str, str | int]:
         """What names of this engine's KV are made of besides tokens and a request's own salt, as ``deepinfer kvstore check --identity``

@@ -16,6 +16,7 @@ from deepinfer.errors import ConfigError
 MOST_KEPT = (1 << 30) - 1
 """Tokens of a prompt that truncation leaves whole: positions are 32-bit words."""
 MOST_BACKTRACKING = 1024
+MOST_COMPILE_SECONDS = 3600.0
 
 
 def _bool(text: str) -> bool:
@@ -45,6 +46,16 @@ def _up_to(most: int) -> Callable[[str], int]:
         n = _positive(text)
         if n > most:
             raise ValueError(f"use a number of at most {most}")
+        return n
+
+    return read
+
+
+def _number_up_to(most: float, least: float = 0.0) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        n = float(text)
+        if not least <= n <= most:
+            raise ValueError(f"use a number between {least:g} and {most:g}")
         return n
 
     return read
@@ -102,6 +113,24 @@ SWITCHES: tuple[Switch, ...] = (
         _temperatures,
         (),
         "what the confidence in each draft of such stages is divided by before drafts are chosen by it; unset = 1",
+    ),
+    Switch(
+        "SO_BUILDER_CPUS", "integer", _positive, 4, "processes that compile grammars, if `grammar_workers` is left out; never all cores"
+    ),
+    Switch(
+        "XGRAMMAR_TIMEOUT",
+        "seconds",
+        _number_up_to(MOST_COMPILE_SECONDS, 0.01),
+        20.0,
+        "what one grammar may take to compile, if `grammar_timeout` is left out",
+    ),
+    Switch("XGRAMMAR_DISABLE_CACHE", "0 | 1", _bool, False, "keep no compiled grammars, whatever `grammar_cache_gib` says"),
+    Switch(
+        "XGRAMMAR_CACHE_GIB",
+        "number",
+        _number_up_to(1 << 20),
+        10.0,
+        "host memory for compiled grammars, if `grammar_cache_gib` is left out",
     ),
     Switch("DEEPINFER_KV_STORE_TOKEN", "text", str, None, "what the KV store asks for, if `kv_store_token` is left out", secret=True),
     Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),

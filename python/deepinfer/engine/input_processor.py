@@ -171,6 +171,7 @@ class InputProcessor:
         self._check_params(params)
         text, ids = self._read(prompt)
         ids, images = self._place_images(ids, prompt.get("images") if isinstance(prompt, Mapping) else None)
+        params = params.clone(structured_outputs=None) if params.form is not None else params  # the engine gets a grammar instead
         whole, ids = len(ids), self._fit(ids, params)
         images = cut_spans(images, whole - len(ids))
         room = self.limits.max_model_len - len(ids)

@@ -64,7 +64,7 @@ class _Answer:
     def take(self, delta: SequenceDelta) -> int | None:
         """Takes in a delta. Gives the number of tokens to stop at if a stop string ended the answer before the engine did."""
         params, new = self.request.params, delta.new_token_ids
-        ended_by_token = delta.finish_reason == "stop" and bool(new)
+        ended_by_token = delta.finish_reason == "stop" and bool(new) and not delta.cut
         shown = new[:-1] if ended_by_token and not params.include_stop_str_in_output else new
         # Token by token where a stop string may cut, else at once: the detokenizer gives the same text either way.
         stride = 1 if self.matcher is not None else max(len(new), 1)

@@ -65,7 +65,8 @@ class EngineRequest:
             all that the engine has seen.
         arrival: ``time.monotonic()`` of submission.
         images: of the prompt, in order; their positions have the model's image token.
-        grammar: makes the matcher of one answer; called once for each. Must pickle if the engine lives in another process.
+        grammar: makes the matcher of one answer; called once for each. Must pickle if the engine lives in another process. What was asked
+            for (``params.structured_outputs``) has been compiled by then, and is left out of ``params``.
     """
 
     request_id: str
@@ -98,7 +99,9 @@ class SequenceDelta:
         prompt_logprobs: with the first delta of answer 0 when ``params.prompt_logprobs`` is set: one entry per prompt
             position, ``None`` for the first.
         cached_tokens: prompt tokens that came from the prefix cache at the first admission.
-        error: message when ``finish_reason`` is ``"error"``; ``error_kind``: its class in `deepinfer.errors`, where it has one.
+        cut: ``finish_reason`` is ``"stop"``, and no token ended the answer: its grammar was complete and allowed no other.
+        error: message when ``finish_reason`` is ``"error"`` or ``"so_failed"``; ``error_kind``: its class in `deepinfer.errors`, where
+            it has one.
         handover: of a prompt engine, with its only delta: the record under which another engine goes on
             (see `deepinfer.kvcache.handover`). Nothing follows it here.
     """
@@ -111,6 +114,7 @@ class SequenceDelta:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
     timing: Timing = field(default_factory=Timing)
+    cut: bool = False
     error: str | None = None
     error_kind: str | None = None
     handover: bytes | None = None

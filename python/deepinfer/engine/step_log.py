@@ -62,6 +62,8 @@ class EngineMetrics:
             ``capacity`` (see ``models.base.TableModel``); empty for others.
         slices: of engines that keep slices of states: ``cut``, ``put_back``, ``gone``, ``faults``, and of a tier in host memory ``slices``
             and ``bytes`` now, ``kept``, ``evicted``, ``refused``, ``differing``, ``hits``, ``misses``; empty for others.
+        grammars: ``fills``: masks of answers held to a form, ``fill_seconds``, ``slow_fills`` of more than 50 ms, and ``so_failed``
+            answers that ended by their grammar's fault.
         store: of engines with a KV store, what `deepinfer.engine.kv_store.counters.StoreCounters` says; empty for others.
     """
 
@@ -96,6 +98,7 @@ class EngineMetrics:
     tables: dict[str, int]
     slices: dict[str, int]
     store: dict[str, int]
+    grammars: dict[str, float]
 
     @classmethod
     def of(
@@ -104,8 +107,9 @@ class EngineMetrics:
         tables: dict[str, int] | None = None,
         slices: dict[str, int] | None = None,
         store: dict[str, int] | None = None,
+        grammars: dict[str, float] | None = None,
     ) -> EngineMetrics:
-        """One snapshot of the core, beside what the model says of its tables and the engine of its slices and its KV store."""
+        """One snapshot of the core, beside what the model says of its tables, and the engine of its slices, store and grammars."""
         m = core.metrics()
         t, votes, pools, chunks = m["totals"], m["votes"], m["pools"], m["chunk_fill"]
         return cls(
@@ -153,6 +157,7 @@ class EngineMetrics:
             tables=dict(tables or {}),
             slices=dict(slices or {}),
             store=dict(store or {}),
+            grammars=dict(grammars or {}),
         )
 
 

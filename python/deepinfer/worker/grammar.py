@@ -7,7 +7,8 @@ word ``t // 32``, 1 = allowed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,10 @@ class Grammar(Protocol):
     def position(self) -> int:
         """Tokens accepted."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether the answer may end here: what was accepted is a whole text of the grammar."""
+
     def fill_mask(self, row: NDArray[np.int32]) -> None:
         """Writes the mask of the next token, int32 ``[ceil(vocab / 32)]``. At least one token must be allowed."""
 
@@ -35,8 +40,44 @@ class Grammar(Protocol):
 NO_TOKEN = "the grammar allows no token here"
 
 
+SLOW_MASK = 0.05
+"""Seconds above which a mask is counted as slow: a step waits for it."""
+MOST_MASK = 0.5
+"""Seconds that one mask may take; above, its sequence ends, so that others do not wait for the next one."""
+
+
 class DeadEndError(ValueError):
     """A grammar allows no token."""
+
+
+class SlowMaskError(ValueError):
+    """A mask took longer than a step may be held up."""
+
+
+class MaskClock:
+    """Times masks, by what the thread worked: that the machine is busy is no grammar's fault.
+
+    Attributes:
+        fills, seconds: masks written, and their time; ``slow``: those above ``SLOW_MASK``; ``too_slow``: those above ``MOST_MASK``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self.fills = self.slow = self.too_slow = 0
+        self.seconds = 0.0
+
+    def fill(self, grammar: Grammar, row: NDArray[np.int32]) -> None:
+        """Has a grammar write a mask. Raises SlowMaskError if that took too long."""
+        start = self._clock()
+        grammar.fill_mask(row)
+        took = self._clock() - start
+        self.fills += 1
+        self.seconds += took
+        if took > SLOW_MASK:
+            self.slow += 1
+            if took > MOST_MASK:
+                self.too_slow += 1
+                raise SlowMaskError(f"the grammar took {took:.2f} s for one mask, above {MOST_MASK} s; make it less ambiguous or smaller")
 
 
 def mask_words(vocab_size: int) -> int:
@@ -44,7 +85,7 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def fill_masks(grammar: Grammar, rows: NDArray[np.int32], drafts: Sequence[int]) -> None:
+def fill_masks(grammar: Grammar, rows: NDArray[np.int32], drafts: Sequence[int], clock: MaskClock) -> None:
     """Masks of one sequence's sampling rows: the first from where the grammar stands, each further one behind one more draft.
 
     Rows behind a draft that the grammar refuses allow everything: that draft cannot be drawn, so nothing of theirs is kept. The
@@ -52,9 +93,11 @@ def fill_masks(grammar: Grammar, rows: NDArray[np.int32], drafts: Sequence[int])
 
     Args:
         rows: int32 ``[1 + len(drafts), words]``.
+        clock: times each mask.
 
     Raises:
         DeadEndError: no token is allowed at the first row.
+        SlowMaskError: a mask took too long.
     """
     ahead = 0
     try:
@@ -63,7 +106,7 @@ def fill_masks(grammar: Grammar, rows: NDArray[np.int32], drafts: Sequence[int])
                 rows[nth:] = -1
                 return
             ahead += bool(nth)
-            grammar.fill_mask(row)
+            clock.fill(grammar, row)
             if not row.any():
                 if not nth:
                     raise DeadEndError(NO_TOKEN)

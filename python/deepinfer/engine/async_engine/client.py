@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from deepinfer import _core
     from deepinfer.engine.step_log import EngineMetrics
+    from deepinfer.structured.matcher import ReadyGrammar
 
 
 class AsyncLLM(AsyncFront):
@@ -138,6 +139,11 @@ class AsyncLLM(AsyncFront):
             return
         super()._die(error)
         self._line.fail_calls(error)
+
+    async def _shelve(self, grammar: ReadyGrammar) -> None:
+        assert self._grammars is not None
+        self._line.learn(self._grammars.vocabulary)
+        await self._line.warm(grammar)
 
     # The end
 

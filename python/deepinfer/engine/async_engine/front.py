@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.chat_template import Message
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.content_parts import has_images
+from deepinfer.engine.grammars import make_grammar_service
 from deepinfer.engine.image_input import image_rules
 from deepinfer.engine.input_processor import InputProcessor, ModelLimits, Prompt, PromptDict
 from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check_mode, merge_deltas
@@ -26,6 +27,9 @@ from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, InvalidRequestError
 from deepinfer.outputs import RequestOutput
 from deepinfer.sampling import SamplingParams
+from deepinfer.structured.matcher import ReadyGrammar
+from deepinfer.structured.service import GrammarService, PreparedGrammar
+from deepinfer.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from deepinfer.engine.step_log import EngineMetrics
@@ -98,6 +102,7 @@ class AsyncFront(ABC):
         self._inputs: InputProcessor | None = None
         self._outputs = OutputProcessor(None)
         self._boxes: dict[str, _Mailbox] = {}
+        self._grammars: GrammarService | None = None
         self.max_num_seqs = 0
 
     def __repr__(self) -> str:
@@ -121,6 +126,10 @@ class AsyncFront(ABC):
     @abstractmethod
     def _stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
         """A stop string ended one answer after so many tokens."""
+
+    @abstractmethod
+    async def _shelve(self, grammar: ReadyGrammar) -> None:
+        """Has whatever will compute read a grammar and its vocabulary beside its steps, before a request comes that follows it."""
 
     @abstractmethod
     async def _drain(self) -> None:
@@ -161,6 +170,9 @@ class AsyncFront(ABC):
             raise
         self.max_num_seqs = ready.max_num_seqs
         self._outputs = OutputProcessor(self._text.tokenizer)
+        self._grammars = make_grammar_service(self.config, self._text, ready.vocab_size)
+        if self._dead is not None:  # closed meanwhile
+            self._grammars.close()
         rules = image_rules(self.config, ready.images)
         self._inputs = self._text.input_processor(ModelLimits(ready.max_model_len, ready.vocab_size, rules))
 
@@ -219,6 +231,7 @@ class AsyncFront(ABC):
         *,
         request_id: str | None = None,
         mode: OutputMode = "cumulative",
+        grammar: PreparedGrammar | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answers one prompt, output by output.
 
@@ -228,14 +241,16 @@ class AsyncFront(ABC):
             request_id: chosen if ``None``; must differ from those of unfinished requests.
             mode: ``"cumulative"``: each output holds all so far; ``"delta"``: only what is new; ``"final"``: one output at the
                 end. A reader that falls behind gets several outputs as one, nothing is lost.
+            grammar: what :meth:`compile_grammar` gave for ``sampling_params.structured_outputs``, which is then not compiled again.
 
-        Closing the iterator, or cancelling the task that waits for it, aborts the request.
+        A request with structured outputs waits here until they are compiled; the event loop does not. Closing the iterator, or
+        cancelling the task that waits for it, aborts the request.
 
         Raises (from the first step of the iterator):
-            InvalidRequestError: the request is wrong; no other is affected.
+            InvalidRequestError: the request is wrong; no other is affected. GrammarError: its structured outputs are.
             EngineDeadError: the engine has ended; within a second of it for every waiting request.
         """
-        prepared = await self.prepare(prompt, sampling_params, request_id=request_id, mode=mode)
+        prepared = await self.prepare(prompt, sampling_params, request_id=request_id, mode=mode, grammar=grammar)
         async with contextlib.aclosing(self.run(prepared)) as outputs:
             async for output in outputs:
                 yield output
@@ -247,11 +262,13 @@ class AsyncFront(ABC):
         *,
         request_id: str | None = None,
         mode: OutputMode = "cumulative",
+        grammar: PreparedGrammar | None = None,
     ) -> Prepared:
-        """Everything about a request that can be wrong or slow before the engine hears of it; arguments as of :meth:`generate`.
+        """Everything about a request that can be wrong or slow before the engine hears of it, structured outputs compiled; arguments as of
+        :meth:`generate`.
 
         Raises:
-            InvalidRequestError: the request is wrong.
+            InvalidRequestError: the request is wrong; GrammarError: its structured outputs are.
             EngineDeadError: the engine has ended.
         """
         check_mode(mode)
@@ -265,6 +282,10 @@ class AsyncFront(ABC):
             request, text = await asyncio.to_thread(inputs.prepare, prompt, params, request_id, stream=mode != "final")
         else:
             request, text = inputs.prepare(prompt, params, request_id, stream=mode != "final")
+        if params.form is not None or grammar is not None:
+            grammar = grammar or await self.compile_grammar(params.form)
+            await self._shelve(grammar.grammar)
+            request = replace(request, grammar=grammar.grammar)
         return Prepared(request, text, mode)
 
     def _check_id(self, request_id: object) -> None:
@@ -298,13 +319,14 @@ class AsyncFront(ABC):
         *,
         request_id: str | None = None,
         mode: OutputMode = "cumulative",
+        grammar: PreparedGrammar | None = None,
         **template_values: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Answers a conversation as :meth:`generate` does; without ``sampling_params`` as long as the model's length allows."""
         params = self.default_sampling_params(max_tokens=None) if sampling_params is None else sampling_params
         if self._inputs is None and has_images(messages):
-            return self._chat_once_ready(messages, params, request_id, mode, template_values)
-        return self.generate(self.chat_prompt(messages, **template_values), params, request_id=request_id, mode=mode)
+            return self._chat_once_ready(messages, params, request_id, mode, grammar, template_values)
+        return self.generate(self.chat_prompt(messages, **template_values), params, request_id=request_id, mode=mode, grammar=grammar)
 
     async def _chat_once_ready(
         self,
@@ -312,11 +334,12 @@ class AsyncFront(ABC):
         params: SamplingParams,
         request_id: str | None,
         mode: OutputMode,
+        grammar: PreparedGrammar | None,
         template_values: dict[str, Any],
     ) -> AsyncIterator[RequestOutput]:
         """What images a model takes is known when its engine is up."""
         await self.ready()
-        stream = self.generate(self.chat_prompt(messages, **template_values), params, request_id=request_id, mode=mode)
+        stream = self.generate(self.chat_prompt(messages, **template_values), params, request_id=request_id, mode=mode, grammar=grammar)
         async with contextlib.aclosing(cast("AsyncGenerator[RequestOutput]", stream)) as outputs:
             async for output in outputs:
                 yield output
@@ -328,6 +351,26 @@ class AsyncFront(ABC):
             raise InvalidRequestError("what images the model takes is not known yet; await ready() before chat_prompt()")
         limits = ModelLimits(0, 0)  # a conversation is rendered the same whatever the limits
         return (self._inputs or self._text.input_processor(limits)).chat_prompt(messages, **template_values)
+
+    async def compile_grammar(self, structured_outputs: StructuredOutputs | Mapping[str, Any] | None) -> PreparedGrammar:
+        """Compiles structured outputs ahead of :meth:`generate`, so that what is wrong with them shows before an answer begins.
+
+        Cancelled, it ends a compilation that nobody else waits for.
+
+        Raises:
+            GrammarError: they are malformed, or strict with keywords that would not be held to; GrammarTimeoutError: too much.
+            ConfigError: xgrammar is not installed.
+        """
+        wanted = StructuredOutputs.of(structured_outputs)
+        if wanted is None:
+            raise InvalidRequestError("there are no structured outputs to compile; leave grammar out")
+        await self.ready()
+        assert self._grammars is not None
+        return await self._grammars.acompile(wanted)
+
+    def structured_stats(self) -> dict[str, float]:
+        """What compiling grammars has cost so far, see `deepinfer.structured.service.GrammarService.stats`; empty before :meth:`ready`."""
+        return {} if self._grammars is None else self._grammars.stats()
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iterator gives a last output with finish reason "abort". Unknown ids are ignored."""
@@ -367,13 +410,19 @@ class AsyncFront(ABC):
     def close(self) -> None:
         """Ends what computes and fails what is waiting; idempotent. Blocks until it has ended; see :meth:`aclose`."""
         self._die(self._closed())
+        self._end_grammars()
         self._end_processes()
+
+    def _end_grammars(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
 
     async def aclose(self) -> None:
         """Like :meth:`close`, without blocking the event loop."""
         if self._dead is None:
             await self._drain()
         self._die(self._closed())
+        await asyncio.to_thread(self._end_grammars)
         await asyncio.to_thread(self._end_processes)
         if self._connecting is not None:
             self._connecting.cancel()

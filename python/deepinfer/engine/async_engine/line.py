@@ -11,13 +11,21 @@ import contextlib
 import itertools
 import signal
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.async_engine.child import EngineChild
 from deepinfer.errors import DeepInferError, EngineDeadError
+
+if TYPE_CHECKING:
+    from deepinfer.structured.matcher import ReadyGrammar
+    from deepinfer.structured.vocabulary import Vocabulary
+
+_MOST_WARM = 128
+"""Fewer than a process keeps (`deepinfer.structured.matcher`); a grammar that it has let go of is read again, in a step."""
 
 
 class EngineLine:
@@ -45,6 +53,8 @@ class EngineLine:
         self._numbers = itertools.count()
         self._over: DeepInferError | None = None  # why no call is answered any more
         self._hung: EngineDeadError | None = None
+        self._told: set[str] = set()  # fingerprints of vocabularies
+        self._warm: OrderedDict[str, None] = OrderedDict()  # grammars that the process has at hand
         self.loaded = False
 
     @property
@@ -137,6 +147,21 @@ class EngineLine:
             return await waiting
         finally:
             del self._calls[number]
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Tells the process a vocabulary, once."""
+        if vocabulary.fingerprint not in self._told:
+            self._told.add(vocabulary.fingerprint)
+            self.send(wire.Learn(vocabulary))
+
+    async def warm(self, grammar: ReadyGrammar) -> None:
+        """Has the process read a grammar that it was not told of lately, and waits until it has. Raises what that failed with."""
+        if grammar.key not in self._warm:
+            await self.call(lambda number: wire.Warm(number, grammar))
+        self._warm[grammar.key] = None
+        self._warm.move_to_end(grammar.key)
+        if len(self._warm) > _MOST_WARM:
+            self._warm.popitem(last=False)
 
     def _answer(self, message: wire.Answer) -> None:
         waiting = self._calls.get(message.call)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import queue
 import select
 import signal
 import socket
@@ -18,9 +19,12 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
+from deepinfer.structured import bindings
+from deepinfer.structured.matcher import SHELF
 
 if TYPE_CHECKING:
     from deepinfer.engine.request import EngineLike
@@ -60,6 +64,7 @@ class EngineLoop:
         self._unsent: deque[memoryview] = deque()
         self._commands: deque[Any] = deque()
         self._open = True
+        self._beside = _Beside()
 
     def stop(self, *_: object) -> None:
         """Ends the loop after the step in work; also the SIGTERM handler."""
@@ -76,6 +81,8 @@ class EngineLoop:
         told = time.monotonic()
         while self._open:
             self._read()
+            for message in self._beside.done():
+                self.send(message)
             while self._commands and self._open:
                 self._obey(engine, self._commands.popleft())
             if not self._open:
@@ -92,7 +99,11 @@ class EngineLoop:
                 self._flush()
             else:
                 tend = getattr(engine, "tend", None)  # of an engine that keeps something beyond itself
-                self._wait(*(tend() or ()) if tend is not None else ())
+                fd, seconds = (tend() if tend is not None else None) or (None, 1.0)
+                if self._beside.busy:
+                    seconds = min(seconds, self.beat)
+                    self.send(wire.Beat())
+                self._wait(fd, seconds)
 
     def _obey(self, engine: EngineLike, command: Any) -> None:
         match command:
@@ -106,6 +117,11 @@ class EngineLoop:
                     engine.take_over(record, wire.open_grammar(grammar))
                 except Exception as e:
                     self.send(wire.Rejected(request_id, wire.ErrorData.of(e)))
+            case wire.Learn(vocabulary):
+                SHELF.expect(vocabulary.fingerprint)
+                self._beside.do(lambda: SHELF.learn(vocabulary))
+            case wire.Warm(call, grammar):
+                self._beside.do(lambda: _warm(call, grammar))
             case wire.Abort(request_id):
                 engine.abort(request_id)
             case wire.StopAt(request_id, index, num_tokens):
@@ -162,10 +178,61 @@ class EngineLoop:
 
     def _wait(self, wake_fd: int | None = None, seconds: float = 1.0) -> None:
         """Sleeps until there is something to read (here or on ``wake_fd``), or room for what is unsent, but no longer than so."""
-        readable: list[Any] = [self._sock] if wake_fd is None else [self._sock, wake_fd]
+        readable: list[Any] = [self._sock, self._beside.fd] if wake_fd is None else [self._sock, self._beside.fd, wake_fd]
         select.select(readable, [self._sock] if self._unsent else [], [], seconds)
         self._flush()
         self._read()
+
+
+def _warm(call: int, grammar: Any) -> wire.Warmed:
+    try:
+        SHELF.warm(grammar)
+    except Exception as e:
+        return wire.Warmed(call, wire.ErrorData.of(e))
+    return wire.Warmed(call)
+
+
+class _Beside:
+    """What takes longer than a step may wait, done in order on a thread of its own, which the first of it starts."""
+
+    def __init__(self) -> None:
+        self.fd, self._bell = os.pipe()
+        self._todo: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._done: deque[Any] = deque()
+        self._thread: threading.Thread | None = None
+        self._left = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is not done yet."""
+        return self._left > 0
+
+    def do(self, work: Callable[[], Any]) -> None:
+        """Queues work; what it gives is a message, or ``None``."""
+        self._left += 1
+        self._todo.put(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="beside-steps", daemon=True)
+            self._thread.start()
+
+    def done(self) -> list[Any]:
+        """Messages of what has been done since."""
+        if not self._left:
+            return []
+        messages = []
+        while self._done:
+            os.read(self.fd, 1)
+            self._left -= 1
+            messages.append(self._done.popleft())
+        return [m for m in messages if m is not None]
+
+    def _run(self) -> None:
+        while True:
+            work, message = self._todo.get(), None
+            with contextlib.suppress(Exception):  # a vocabulary that cannot be read: who needs it says so
+                message = work()
+            self._done.append(message)
+            os.write(self._bell, b"b")
 
 
 def build(start: wire.Start) -> EngineLike:
@@ -214,6 +281,7 @@ def main(arguments: list[str]) -> int:
     """Entry point; ``arguments`` are the numbers named at the head of this file."""
     fd, lifeline, parent = map(int, arguments)
     follow_parent(lifeline, parent)
+    bindings.use_light()
     return serve(socket.socket(fileno=fd))
 
 

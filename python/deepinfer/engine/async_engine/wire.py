@@ -22,6 +22,8 @@ from deepinfer.models.images import ImageProcessor
 if TYPE_CHECKING:
     from deepinfer import _core
     from deepinfer.engine.step_log import EngineMetrics
+    from deepinfer.structured.matcher import ReadyGrammar
+    from deepinfer.structured.vocabulary import Vocabulary
     from deepinfer.worker.grammar import Grammar
 
 LENGTH = struct.Struct("<Q")
@@ -77,6 +79,21 @@ class Add:
     def opened(self) -> EngineRequest:
         """The request again; raises ``InvalidRequestError`` if its grammar cannot be read."""
         return replace(self.request, grammar=open_grammar(self.grammar))
+
+
+@dataclass(slots=True)
+class Learn:
+    """Take in the vocabulary that grammars to come belong to; beside the steps, in the order of these messages."""
+
+    vocabulary: Vocabulary
+
+
+@dataclass(slots=True)
+class Warm:
+    """Read a grammar beside the steps, before requests come that follow it; answered by :class:`Warmed`."""
+
+    call: int
+    grammar: ReadyGrammar
 
 
 @dataclass(slots=True)
@@ -208,7 +225,15 @@ class Measured:
     error: ErrorData | None = None
 
 
-Answer = LogitsDone | Counted | Measured
+@dataclass(slots=True)
+class Warmed:
+    """Answer to :class:`Warm`."""
+
+    call: int
+    error: ErrorData | None = None
+
+
+Answer = LogitsDone | Counted | Measured | Warmed
 
 
 @dataclass(slots=True)

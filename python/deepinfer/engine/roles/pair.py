@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from deepinfer import _core
     from deepinfer.engine.step_log import EngineMetrics
+    from deepinfer.structured.matcher import ReadyGrammar
 
 _WINDOW = 60.0
 """Seconds within which more restarts than allowed end the pair."""
@@ -125,6 +126,7 @@ class PrefillDecodePair(AsyncFront):
         self._flights: dict[str, _Flight] = {}
         self._later: dict[str, list[_Flight]] = {}  # further answers to a prompt, until the first one's prompt is in the index
         self._restarting: set[asyncio.Task[None]] = set()
+        self._with_grammars = False
         self._numbers = itertools.count()
         self._orders = itertools.count(1)
         resolved = resolve_model(self.config.model, revision=self.config.revision, load_format=self.config.load_format)
@@ -204,6 +206,8 @@ class PrefillDecodePair(AsyncFront):
 
     def _listen(self, side: _Side) -> None:
         line = side.line
+        if self._with_grammars and self._grammars is not None:
+            line.learn(self._grammars.vocabulary)  # before what waits for this life and follows a grammar
         side.up = True
         side.started.set()
         line.listen(lambda message: self._hear(side, message), lambda error: self._lost(side, line, error))
@@ -263,6 +267,18 @@ class PrefillDecodePair(AsyncFront):
         if len(flights) > 1:
             self._later[request.request_id] = flights[1:]
         self._start_flight(flights[0])
+
+    async def _shelve(self, grammar: ReadyGrammar) -> None:
+        assert self._grammars is not None
+        self._with_grammars = True
+        for side in self._sides:
+            if side.up:
+                side.line.learn(self._grammars.vocabulary)
+        # One that ends meanwhile reads the grammar with the request, in its next life.
+        found = await asyncio.gather(*(side.line.warm(grammar) for side in self._sides if side.up), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, EngineDeadError):
+                raise error
 
     def _start_flight(self, flight: _Flight) -> None:
         flight.key = f"{flight.request.request_id}/{flight.index}/{next(self._numbers)}"

@@ -1,0 +1,135 @@
+"""A process that compiles grammars, to be killed when one of them takes too long.
+
+Owns: its loop, its limits, and ending with its parent. Never touches: what becomes of the results. Started by `pool` as
+``python -m deepinfer.structured.compile_process SOCKET_FD LIFELINE_FD PARENT_PID MEMORY_BYTES SECONDS``.
+
+The interpreter's lock may be held for long by native code, so nothing here relies on Python to end the process: the parent kills it, an
+alarm does if the parent cannot, and the kernel does when the parent's end of a pipe closes, whichever way the parent ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+LENGTHS = struct.Struct("<II")
+_PR_SET_PDEATHSIG = 1
+_F_SETSIG = 10
+_LEAST_ALARM = 5
+
+
+def send(sock: socket.socket, said: Mapping[str, Any], data: bytes = b"") -> None:
+    """Sends one message: a JSON object, and bytes."""
+    head = json.dumps(said).encode()
+    sock.sendall(LENGTHS.pack(len(head), len(data)) + head + data)
+
+
+def receive(sock: socket.socket, most: int = 1 << 31) -> tuple[dict[str, Any], bytes] | None:
+    """The next message; ``None`` at the end. Raises OverflowError for one of more than ``most`` bytes, and leaves it unread."""
+    lengths = _exactly(sock, LENGTHS.size)
+    if lengths is None:
+        return None
+    head, data = LENGTHS.unpack(lengths)
+    if head + data > most:
+        raise OverflowError(head + data)
+    body = _exactly(sock, head + data)
+    return None if body is None else (json.loads(body[:head]), bytes(body[head:]))
+
+
+def _exactly(sock: socket.socket, count: int) -> bytearray | None:
+    found = bytearray()
+    while len(found) < count:
+        piece = sock.recv(min(count - len(found), 1 << 20))
+        if not piece:
+            return None
+        found += piece
+    return found
+
+
+def follow_parent(lifeline: int, parent: int) -> None:
+    """Has the kernel kill this process when nobody holds the other end of the pipe any more."""
+    if sys.platform != "linux":
+        return
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+    if parent:  # the thread that started this process lasts as long as its process
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if select.select([lifeline], [], [], 0)[0]:  # it closed before the kernel was told
+        os._exit(1)
+
+
+def limit(memory: int) -> None:
+    """Gives what is to come ``memory`` bytes beyond what this process has now, and the lowest priority."""
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory and sys.platform == "linux":
+        with open("/proc/self/statm", encoding="ascii") as f:
+            now = int(f.read().split()[0]) * resource.getpagesize()
+        most = now + memory
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def serve(sock: socket.socket, memory: int, seconds: float) -> int:
+    """Reads the vocabulary, then compiles what comes; gives the exit status."""
+    from deepinfer import errors
+    from deepinfer.structured import bindings
+    from deepinfer.structured.compiler import Compiler
+
+    bindings.use_light()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to handle
+    first = receive(sock)
+    if first is None:
+        return 0
+    try:
+        compiler = Compiler(pickle.loads(first[1]))
+    except Exception as e:
+        send(sock, {"error": f"{type(e).__name__}: {e}", "kind": type(e).__name__})
+        return 1
+    limit(memory)
+    send(sock, {"ready": True, "pid": os.getpid()})
+    while (message := receive(sock)) is not None:
+        said, source = message
+        # Of the kernel, in case that the parent is stopped or its thread is held up.
+        signal.setitimer(signal.ITIMER_REAL, max(2 * seconds, _LEAST_ALARM))
+        try:
+            made = compiler.compile(said["kind"], source.decode(), dict(said["options"]))
+            answer: dict[str, Any] = {"reports": made.reports, "seconds": made.seconds}
+            data = made.data
+        except MemoryError:
+            answer, data = {"error": "compiling it takes too much memory; make it smaller", "kind": "GrammarTimeoutError"}, b""
+        except errors.GrammarError as e:
+            answer, data = {"error": str(e), "kind": type(e).__name__}, b""
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        send(sock, answer, data)
+        if answer.get("kind") == "GrammarTimeoutError":
+            return 0  # its memory is in pieces: another process goes on
+        del data, answer
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point; ``arguments`` are those named at the head of this file."""
+    fd, lifeline, parent, memory = map(int, arguments[:4])
+    follow_parent(lifeline, parent)
+    return serve(socket.socket(fileno=fd), memory, float(arguments[4]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
