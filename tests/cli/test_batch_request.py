@@ -142,6 +142,6 @@ def test_completion_logprobs_keep_their_offsets() -> None:
     assert body["choices"][0]["logprobs"] == {
         "tokens": ["ab", "c"],
         "token_logprobs": [-0.5, -3.0],
-        "top_logprobs": [{"ab": -0.5}, {"d": -0.1}],
+        "top_logprobs": [{"ab": -0.5}, {"d": -0.1, "c": -3.0}],
         "text_offset": [0, 2],
     }

@@ -14,38 +14,13 @@ from typing import Any
 
 from deepinfer.cli.batch_file import LineError
 from deepinfer.errors import InvalidRequestError
-from deepinfer.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from deepinfer.structured import from_response_format
-from deepinfer.structured_outputs import StructuredOutputs
+from deepinfer.outputs import CompletionOutput, RequestOutput
+from deepinfer.server import fields, shapes
+from deepinfer.server.errors import BadRequestError
+from deepinfer.server.fields import SAMPLING
 
 CHAT_URL = "/v1/chat/completions"
 
-# Passed on under their own names to SamplingParams, which checks ranges.
-_SAMPLING = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "include_stop_str_in_output",
-    "stop_token_ids",
-    "ignore_eos",
-    "logit_bias",
-    "bad_words",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
-    "priority",
-    "cache_salt",
-    "traffic_class",
-)
 _FORMS = ("response_format", "structured_outputs")
 _LABELS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _CHAT_ONLY = ("messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs")
@@ -68,8 +43,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
 }
 
-Prompt = str | list[int]
-
 
 @dataclass(frozen=True)
 class Work:
@@ -78,7 +51,7 @@ class Work:
     chat: bool
     messages: list[dict[str, Any]] | None
     template_values: dict[str, Any]
-    prompts: list[Prompt]
+    prompts: list[fields.Prompt]
     sampling: dict[str, Any]
     top_logprobs: int | None
 
@@ -91,8 +64,13 @@ def read_body(url: str, body: dict[str, Any]) -> Work:
     """
     chat = url == CHAT_URL
     _check_fields(body, chat)
-    values = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    form = _form(body)
+    values = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    try:
+        form = fields.form(body)
+    except InvalidRequestError as e:
+        raise LineError("invalid_value", str(e)) from None
+    except BadRequestError as e:
+        raise LineError("invalid_value", e.message) from None
     if form is not None:
         values["structured_outputs"] = form
     top = _logprobs(body, chat)
@@ -115,7 +93,7 @@ def read_body(url: str, body: dict[str, Any]) -> Work:
 
 
 def _check_fields(body: dict[str, Any], chat: bool) -> None:
-    known = {*_SAMPLING, *_FORMS, *_LABELS, *(_CHAT_ONLY if chat else _COMPLETION_ONLY)}
+    known = {*SAMPLING, *_FORMS, *_LABELS, *(_CHAT_ONLY if chat else _COMPLETION_ONLY)}
     for name, value in body.items():
         if name in _REFUSED and not (name == "suffix" and chat):
             if not any(type(value) is type(calm) and value == calm for calm in _REFUSED[name]):
@@ -124,16 +102,6 @@ def _check_fields(body: dict[str, Any], chat: bool) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise LineError("unknown_field", f"unknown field {name!r}{hint}")
-
-
-def _form(body: dict[str, Any]) -> StructuredOutputs | None:
-    try:
-        form, other = StructuredOutputs.of(body.get("structured_outputs")), from_response_format(body.get("response_format"))
-    except InvalidRequestError as e:
-        raise LineError("invalid_value", str(e)) from None
-    if form is not None and other is not None:
-        raise LineError("invalid_value", "response_format and structured_outputs both say what the answer has to be; give one of them")
-    return form or other
 
 
 def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
@@ -168,16 +136,11 @@ def _flat(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
-
-
-def _prompts(value: Any) -> list[Prompt]:
-    if isinstance(value, str) or _is_ids(value):
-        return [value]
-    if isinstance(value, list) and value and all(isinstance(p, str) or _is_ids(p) for p in value):
-        return list(value)
-    raise LineError("invalid_value", "prompt must be a string, a list of token ids, or a non-empty list of those")
+def _prompts(value: Any) -> list[fields.Prompt]:
+    try:
+        return fields.prompts(value)
+    except BadRequestError as e:
+        raise LineError("invalid_value", e.message) from None
 
 
 def response_body(work: Work, model: str, created: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -206,46 +169,19 @@ def response_body(work: Work, model: str, created: int, outputs: Sequence[Reques
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(o.num_cached_tokens for o in outputs)},
-        },
+        "usage": shapes.usage(prompt_tokens, completion_tokens, sum(o.num_cached_tokens for o in outputs)),
     }
 
 
-def _top(position: PositionLogprobs, count: int) -> list[Logprob]:
-    """The ``count`` most likely tokens of one position (all for −1), most likely first; ties by token id."""
-    entries = [entry for _, entry in sorted(position.items(), key=lambda item: (-item[1].logprob, item[0]))]
-    return entries if count < 0 else entries[:count]
-
-
-def _entry(entry: Logprob) -> dict[str, Any]:
-    text = entry.decoded_token or ""
-    return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode("utf-8", "replace"))}
-
-
-def _chosen(answer: CompletionOutput) -> list[tuple[Logprob, PositionLogprobs]]:
-    return [(position[token], position) for token, position in zip(answer.token_ids, answer.logprobs or [], strict=False)]
-
-
 def _chat_logprobs(answer: CompletionOutput, count: int) -> dict[str, Any]:
+    chosen = [(position[token], position) for token, position in zip(answer.token_ids, answer.logprobs or [], strict=False)]
     return {
         "content": [
-            {**_entry(entry), "top_logprobs": [_entry(other) for other in _top(position, count)]} for entry, position in _chosen(answer)
+            {**shapes.chat_entry(entry), "top_logprobs": [shapes.chat_entry(other) for other in shapes.most_likely(position, count)]}
+            for entry, position in chosen
         ]
     }
 
 
 def _completion_logprobs(answer: CompletionOutput, count: int) -> dict[str, Any]:
-    result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    offset = 0
-    for entry, position in _chosen(answer):
-        text = entry.decoded_token or ""
-        result["tokens"].append(text)
-        result["token_logprobs"].append(entry.logprob)
-        result["top_logprobs"].append({other.decoded_token or "": other.logprob for other in _top(position, count)})
-        result["text_offset"].append(offset)
-        offset += len(text)
-    return result
+    return shapes.LegacyLogprobs(count).take(answer.token_ids, answer.logprobs or [])

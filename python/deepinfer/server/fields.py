@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deepinfer.errors import SamplingParamsError
 from deepinfer.sampling import SamplingParams
 from deepinfer.server.errors import ApiError, BadRequestError
+from deepinfer.structured import from_response_format
+from deepinfer.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from deepinfer.server.http.call import Call
@@ -85,6 +87,19 @@ def sampling_params(call: Call, values: Mapping[str, Any], renamed: Mapping[str,
         shown = (renamed or {}).get(name, name) if name is not None else None
         message = str(e) if shown == name else str(e).replace(str(name), str(shown), 1)
         raise BadRequestError(message, param=shown, code="invalid_value") from None
+
+
+def form(body: Mapping[str, Any]) -> StructuredOutputs | None:
+    """What the answer has to be: ``response_format``, or ``structured_outputs`` as `StructuredOutputs` takes it; ``None``: anything.
+
+    Raises:
+        InvalidRequestError, BadRequestError: it is wrong, or said twice.
+    """
+    own, other = StructuredOutputs.of(body.get("structured_outputs")), from_response_format(body.get("response_format"))
+    if own is not None and other is not None:
+        message = "response_format and structured_outputs both say what the answer has to be; give one of them"
+        raise BadRequestError(message, param="response_format")
+    return own or other
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type[T], default: T, at: str = "") -> T:
