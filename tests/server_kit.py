@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,15 +22,18 @@ import httpx
 import api_kit
 import text_kit
 from cli.running import COMMAND, environment
-from deepinfer.engine.async_engine import wire
+from deepinfer.engine.async_engine import AsyncLLM, wire
 from deepinfer.engine.async_engine.front import AsyncFront
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing
 from deepinfer.engine.text_side import TextSide
 from deepinfer.errors import EngineDeadError
 from deepinfer.server.app import build_app
+from deepinfer.server.http.listen import Bound
+from deepinfer.server.run import http_server
 from deepinfer.server.settings import ServerSettings
 from deepinfer.server.state import ServerState
+from process_kit import Run, event_loop, in_use
 
 TINY = ("--dtype", "float32", "--num-kv-blocks", "64", "--block-size", "16", "--max-num-seqs", "8", "--num-threads", "1", "--quiet")
 """Engine options of the tiny model, as `api_kit.SETTINGS`."""
@@ -169,6 +173,61 @@ def serving(model: str | None = None, *options: str, **env: str) -> Iterator[Ser
         served.reader.join(5)
 
 
+@dataclass
+class Local:
+    """A server in this process, on a real engine process, whose inside a test can look at; ``run`` runs a coroutine in its loop."""
+
+    llm: AsyncLLM
+    state: ServerState
+    port: int
+    run: Run[Any]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def held(self) -> int:
+        """Blocks and slots that somebody holds."""
+        return in_use(self.run(self.llm.core_counts()))
+
+    def at_rest(self, seconds: float = 10) -> None:
+        """Waits until nobody is served and the engine holds nothing."""
+        end = time.monotonic() + seconds
+        while self.state.calls or self.llm._boxes or self.state.admission.answers or self.held():
+            assert time.monotonic() < end, (self.state.calls, self.llm, self.run(self.llm.core_counts()))
+            time.sleep(0.01)
+
+
+@contextmanager
+def local(settings: ServerSettings | None = None, **engine: Any) -> Iterator[Local]:
+    """Serves a tiny random model out of this process."""
+    chosen = settings or ServerSettings(served_model_name=("tiny",), port=0)
+    bound = Bound(chosen)
+    with event_loop(READY) as run:
+
+        async def begin() -> tuple[AsyncLLM, ServerState, Any, asyncio.Task[None]]:
+            llm = AsyncLLM(api_kit.tiny_model(), **{**api_kit.SETTINGS, **engine})
+            await llm.ready()
+            app = build_app(llm, chosen)
+            server = http_server(app, chosen)
+            serving = asyncio.create_task(server.serve([bound.socket]))
+            while not server.started:
+                await asyncio.sleep(0.005)
+            return llm, app.state.server, server, serving
+
+        async def end() -> None:
+            server.should_exit = True
+            await serving
+            await llm.aclose()
+
+        llm, state, server, serving = run(begin())
+        try:
+            yield Local(llm, state, bound.socket.getsockname()[1], run)
+        finally:
+            run(end())
+            bound.close()
+
+
 class ScriptedFront(AsyncFront):
     """An engine front without an engine: a test says what comes when.
 
@@ -208,6 +267,9 @@ class ScriptedFront(AsyncFront):
     async def metrics(self) -> Any:
         """What a test has put into ``counted``."""
         return self.counted
+
+    async def _shelve(self, grammar: Any) -> None:
+        pass
 
     async def _drain(self) -> None:
         pass

@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,28 @@ import httpx
 import pytest
 
 import api_kit
-from cli.running import run
+from deepinfer.cli import main
 from process_kit import gone
 from server_kit import TINY, Served, children, command_of, serving, start, wait_ready
 
+Refused = Callable[..., str]
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
 
-def refused(*options: str) -> str:
-    """What it says when it does not start."""
-    result = run("serve", api_kit.tiny_model(), *TINY, *options)
-    lines = result.stderr.decode().splitlines()
-    assert result.returncode == 2 and len(lines) == 1 and lines[0].startswith("deepinfer: error: "), lines
-    return lines[0]
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """What it says when it does not start, which is before any process is."""
+
+    api_kit.tiny_model()
+    capsys.readouterr()
+
+    def run(*options: str) -> str:
+        assert main(["serve", api_kit.tiny_model(), *TINY, *options]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("deepinfer: error: "), lines
+        return lines[0]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -44,11 +54,11 @@ def refused(*options: str) -> str:
         (("--served-model-name", ""), "must not be empty"),
     ],
 )
-def test_a_wrong_option_takes_one_line(options: tuple[str, ...], says: str) -> None:
+def test_a_wrong_option_takes_one_line(refused: Refused, options: tuple[str, ...], says: str) -> None:
     assert says in refused(*options)
 
 
-def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
+def test_a_port_in_use_is_named_before_anything_is_loaded(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} of 127.0.0.1 is in use" in refused("--port", str(port))
@@ -67,7 +77,7 @@ def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
         ("port: 1\nport_: 2\n", "unknown option"),
     ],
 )
-def test_a_wrong_file_names_itself(tmp_path: Path, text: str, says: str) -> None:
+def test_a_wrong_file_names_itself(refused: Refused, tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text, encoding="utf-8")
     line = refused("--config", str(path))
@@ -93,7 +103,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         served.process.kill()
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
+def test_a_unix_socket(refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "s"
     old = socket.socket(socket.AF_UNIX)
     old.bind(str(path))
@@ -181,11 +191,16 @@ def test_a_second_signal_hurries_and_tells_the_client() -> None:
 def test_no_engine_outlives_a_killed_server() -> None:
     with serving() as served:
         engine = served.engine_pid()
-        with served.client() as client:
-            asking = threading.Thread(target=lambda: contextlib.suppress(httpx.TransportError).__enter__() or None)
-            asking.start()
-            client.get("/health")
+
+        def ask() -> None:
+            with contextlib.suppress(httpx.TransportError):
+                served.post("/v1/completions", LONG)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        served.get("/health")
         served.process.kill()
+        asking.join(20)
         assert served.process.wait(10) == -signal.SIGKILL
         assert gone(engine, 10)
 
@@ -228,10 +243,9 @@ def raw(served: Served, data: bytes, seconds: float = 10) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def strict() -> Any:
-    with serving(
-        None, "--header-timeout", "0.5", "--max-connections", "6", "--keep-alive-timeout", "1", "--max-body-bytes", "2000"
-    ) as made:
+def strict() -> Iterator[Served]:
+    limits = {"--header-timeout": "0.5", "--max-connections": "6", "--keep-alive-timeout": "1", "--max-body-bytes": "2000"}
+    with serving(None, *(word for limit in limits.items() for word in limit)) as made:
         yield made
 
 

@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from deepinfer.engine.async_engine import AsyncLLM
 from deepinfer.errors import EngineDeadError
 from deepinfer.server.app import build_app
 from deepinfer.server.http.access_log import set_up
 from deepinfer.server.http.listen import Bound, http_protocol, many_descriptors
+from deepinfer.server.keys import read_keys
 from deepinfer.server.settings import ServerSettings
 from deepinfer.server.state import ServerState
 
@@ -50,6 +52,8 @@ def serve(engine: dict[str, Any], settings: ServerSettings, note: Note) -> int:
     Raises:
         DeepInferError: the server cannot be started as asked.
     """
+    if settings.api_key_file is not None:
+        read_keys(settings.api_key_file)  # before minutes of loading
     bound = Bound(settings)
     try:
         many_descriptors(settings.max_connections + 256)
@@ -92,11 +96,9 @@ async def _serve(engine: dict[str, Any], settings: ServerSettings, bound: Bound,
         await llm.aclose()
 
 
-async def _serve_ready(llm: AsyncLLM, settings: ServerSettings, bound: Bound, signals: _Signals, note: Note) -> int:
-    set_up(settings.log_format, settings.access_log)
-    app = build_app(llm, settings)
-    state: ServerState = app.state.server
-    server = _Server(
+def http_server(app: Starlette, settings: ServerSettings) -> uvicorn.Server:
+    """What has the connections of an application."""
+    return _Server(
         uvicorn.Config(
             app,
             http=http_protocol(settings),
@@ -111,6 +113,13 @@ async def _serve_ready(llm: AsyncLLM, settings: ServerSettings, bound: Bound, si
             backlog=2048,
         )
     )
+
+
+async def _serve_ready(llm: AsyncLLM, settings: ServerSettings, bound: Bound, signals: _Signals, note: Note) -> int:
+    set_up(settings.log_format, settings.access_log)
+    app = build_app(llm, settings)
+    state: ServerState = app.state.server
+    server = http_server(app, settings)
     serving = asyncio.create_task(server.serve([bound.socket]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)

@@ -59,6 +59,8 @@ def read(call: Call, body: Mapping[str, Any]) -> Request:
     if nothing_new:
         values["max_tokens"] = 1
         values.pop("min_tokens", None)
+    if (form := fields.form(body)) is not None:
+        values["structured_outputs"] = form
     top = _count(body, "logprobs")
     wanted = _count(body, "prompt_logprobs")
     streaming = fields.streaming(body)
