@@ -209,6 +209,23 @@ def test_the_identity_of_an_engine_gives_the_names_of_its_objects(device: str) -
     assert len(keys) == 3 * 16 and tier.check(keys, 0)[0] == 3
 
 
+@pytest.mark.parametrize("near", [0, 2, 3])
+def test_tokens_are_counted_once_by_where_they_came_from(near: int, device: str) -> None:
+    """Also where the first object that is fetched is in place in part."""
+    tier = Tier()
+    with make(device, tier) as first:
+        ask(first, PROMPT, P)
+    tier.broken["check"] = lambda found: (found[0], found[1], min(near, found[0]))
+    with make(device, tier) as second:
+        ask(second, [*PROMPT[:200], *OTHER[:40]], P, "part")
+        before = second.metrics().store
+        assert ask(second, PROMPT, P).cached_tokens == 384
+        after = second.metrics().store
+    counted = {name: after[name] - before[name] for name in ("device_tokens", "host_tokens", "store_tokens", "fetched")}
+    host = max(0, near * GRAIN - 192)
+    assert counted == {"device_tokens": 192, "host_tokens": host, "store_tokens": 384 - 192 - host, "fetched": 2}
+
+
 def test_full_grains_are_stored_while_a_request_runs_if_written_through(device: str) -> None:
     """Until the end of the request ``on_finish`` has what the prompt completed."""
     for write, stored in (("on_finish", 2), ("write_through", 3)):

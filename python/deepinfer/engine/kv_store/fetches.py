@@ -344,10 +344,10 @@ class Fetches:
         arrived = min(wanted.arrived, wanted.end)
         tokens = max(min(arrived * GRAIN, fetch["tokens"]), fetch["present"])
         objects = arrived - wanted.first
-        near = max(0, min(arrived, wanted.near) - wanted.first)
+        near = max(0, min(tokens, wanted.near * GRAIN) - fetch["present"])  # an object may be in place in part
         self._counters.fetched += objects
-        self._counters.host_tokens += near * GRAIN
-        self._counters.store_tokens += tokens - fetch["present"] - near * GRAIN if objects else 0
+        self._counters.host_tokens += near
+        self._counters.store_tokens += tokens - fetch["present"] - near
         self._core.end_fetch(fetch["transfer"], tokens)
         for other in self._behind.pop(fetch["transfer"], ()):
             if not other.settled:
