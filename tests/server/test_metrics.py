@@ -17,9 +17,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+import api_kit
+from deepinfer import LLM
 from deepinfer.engine.step_log import EngineMetrics
 from deepinfer.sampling import SamplingParams
 from deepinfer.server.metrics import engine as engine_metrics
+from deepinfer.server.metrics import grammars
 from deepinfer.server.metrics.engine import COUNTERS, ELSEWHERE, GAUGES, Snapshot, families
 from deepinfer.server.metrics.front import GAP, WeightedHistogram
 from deepinfer.server.metrics.snapshots import Snapshots
@@ -50,7 +53,9 @@ def snapshot(device: str) -> EngineMetrics:
             engine.add_request(request(str(i), prompt, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)))
         collect(engine)
         made = engine.metrics()
-    return dataclasses.replace(made, tables={"hits": 3, "capacity": 9}, slices={"cut": 4, "bytes": 5}, store={"lookups": 6})
+    return dataclasses.replace(
+        made, tables={"hits": 3, "capacity": 9}, slices={"cut": 4, "bytes": 5}, store={"lookups": 6}, grammars={"fills": 7}
+    )
 
 
 def shown(metrics: EngineMetrics) -> list[tuple[str, frozenset[tuple[str, str]], float]]:
@@ -116,6 +121,15 @@ def test_numbers_are_those_of_the_snapshot(snapshot: EngineMetrics) -> None:
     held = made["deepinfer:kv_blocks", frozenset({("group", "0"), ("state", "held")})]
     assert (held, made["deepinfer:kv_usage_ratio", frozenset({("group", "0")})]) == (pool["held"], engine_metrics.used(pool))
     assert made["deepinfer:prefill_chunk_rows_total", none] == snapshot.chunk_rows == 40 + 70 + 33
+
+
+def test_every_count_of_compiling_grammars_is_shown(device: str) -> None:
+    with LLM(api_kit.tiny_model(), device=device, **api_kit.SETTINGS) as llm:
+        stats = llm.structured_stats()
+    assert grammars.unknown(stats) == set() and grammars.unknown({"new": 1.0}) == {"new"}
+    counts = {name: float(i) for i, name in enumerate(stats)}
+    made = [s.value for family in grammars.families("m", counts) for s in family.samples if not s.name.endswith("seconds_count")]
+    assert sorted(made) == sorted(value for name, value in counts.items() if name != "compile_seconds_count")
 
 
 def test_accepted_lengths_are_told_from_what_was_taken_at_each_position(snapshot: EngineMetrics) -> None:

@@ -158,8 +158,8 @@ def numbers(span: Span) -> dict[str, Any]:
             "length": span.share("accepted_length_sum", "accepted_length_count"),
         },
         "grammars": {
-            "compiled": int(now.total("grammars_compiled_total")),
-            "failed": int(now.total("grammars_failed_total")),
+            "compiled": int(now.total("grammar_compiles_total")),
+            "failed": int(now.total("grammar_failures_total") + now.total("grammar_timeouts_total")),
             "compile_seconds": span.quantiles("grammar_compile_seconds"),
         },
     }

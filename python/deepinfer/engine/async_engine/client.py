@@ -95,6 +95,11 @@ class AsyncLLM(AsyncFront):
         await self.ready()
         return {"engine": (await self._line.call(wire.Measure)).metrics}
 
+    @property
+    def restarts(self) -> dict[str, int]:
+        """None: an engine that has ended is not started again."""
+        return {"engine": 0}
+
     # The other process
 
     async def _connect(self) -> wire.Ready:

@@ -244,6 +244,7 @@ def _parts(at: At) -> Iterator[Metric]:
         ("tables", "table", "rows of tables that the model reads"),
         ("slices", "state_slice", "slices of states"),
         ("store", "kvstore", "the KV store as the engine sees it"),
+        ("grammars", "grammar", "masks of answers held to a form"),
     ):
         names = dict.fromkeys(name for _, m in at for name in getattr(m, part))
         for name in names:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from deepinfer.server.metrics import engine, vllm
+from deepinfer.server.metrics import engine, grammars, vllm
 from deepinfer.server.metrics.engine import PREFIX, Snapshot
 from deepinfer.server.metrics.front import FrontMetrics
 from deepinfer.server.metrics.snapshots import Snapshots
@@ -81,6 +81,7 @@ class ServerMetrics:
         for name, count in llm.restarts.items():
             restarts.add_metric([model, name], count)
         yield restarts
+        yield from grammars.families(model, llm.structured_stats())
 
     def close(self) -> None:
         """Asks the engine no more."""
