@@ -91,6 +91,26 @@ def test_extensions(server: Served) -> None:
     assert stopped["finish_reason"] == "stop" and stopped["stop_reason"] == choice["token_ids"][2]
 
 
+def test_prompt_logprobs_do_not_depend_on_what_is_cached(server: Served) -> None:
+    fields: dict[str, Any] = {"prompt": "the quick brown fox jumps over the lazy dog " * 3, "prompt_logprobs": 2}
+    cold = complete(server, **fields)["choices"][0]["prompt_logprobs"]
+    plain = complete(server, prompt=fields["prompt"])
+    assert plain["usage"]["prompt_tokens_details"]["cached_tokens"] > 0  # it is cached by now
+    assert complete(server, **fields)["choices"][0]["prompt_logprobs"] == cold
+    echoed = complete(server, prompt=fields["prompt"], echo=True, max_tokens=0, logprobs=2)["choices"][0]["logprobs"]
+    ids = server.post("/tokenize", {"prompt": fields["prompt"]}).json()["tokens"]
+    assert echoed["token_logprobs"][1:] == [p[str(i)]["logprob"] for i, p in zip(ids[1:], cold[1:], strict=True)]
+
+
+def test_an_answer_keeps_to_its_form(server: Served) -> None:
+    fields: dict[str, Any] = {"prompt": "x", "max_tokens": 20, "temperature": 1.0, "seed": 1, "ignore_eos": False}
+    assert complete(server, **fields, structured_outputs={"choice": ["yes", "no"]})["choices"][0]["text"] in ("yes", "no")
+    form = {"type": "regex", "pattern": "[0-9]{3}"}
+    assert complete(server, **fields, response_format=form)["choices"][0]["text"].isdigit()
+    wrong = server.post("/v1/completions", {**GREEDY, "prompt": "x", "response_format": {"type": "regex", "pattern": "("}})
+    assert wrong.status_code == 400 and wrong.json()["error"]["type"] == "invalid_request_error"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [

@@ -55,6 +55,26 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_reaches_nobody() -
 
 
 @in_loop
+async def test_a_client_that_leaves_while_its_grammar_is_compiled_reaches_nobody() -> None:
+    async with scripted() as app:
+        compiling, given_up = asyncio.Event(), asyncio.Event()
+
+        async def compile_grammar(_: object) -> None:
+            compiling.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                given_up.set()
+
+        app.front.compile_grammar = compile_grammar  # type: ignore[method-assign, assignment]
+        call = app.send("POST", "/v1/completions", {**BODY, "structured_outputs": {"regex": "a+"}})
+        await compiling.wait()
+        call.leave()
+        await call.done()
+        assert given_up.is_set() and not app.front.submitted
+
+
+@in_loop
 async def test_a_reader_that_lags_gets_several_tokens_as_one() -> None:
     async with scripted() as app:
         call = app.send("POST", "/v1/completions", STREAM, reading=False)
