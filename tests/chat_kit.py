@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 import text_kit
+from deepinfer.engine.request import EngineRequest, TokenLogprobs
 from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.outputs import CompletionOutput, FinishReason, Logprob, PositionLogprobs
 from deepinfer.server.conversation import AnswerParser, Content, Piece, Reasoning, ToolCallArguments, ToolCallStart
@@ -34,8 +38,6 @@ def vocabulary(*, marks: bool = True, template: str = TEMPLATE) -> Tokenizer:
     backend = Backend.from_str(text_kit.byte_level(600).backend.to_str())
     if not marks:
         without = text_kit.byte_level(600).backend
-        import json
-
         data = json.loads(without.to_str())
         data["added_tokens"] = [t for t in data["added_tokens"] if t["content"] not in MARKS]
         backend = Backend.from_str(json.dumps(data))
@@ -108,3 +110,39 @@ def all_cuts(length: int, most: int = 60) -> list[tuple[int, ...]]:
     singles: list[tuple[int, ...]] = [(i,) for i in range(1, length)]
     pairs = list(itertools.combinations(range(1, length), 2))[:: max(1, length * length // (2 * most))]
     return [(), tuple(range(1, length)), *singles[:most], *pairs[:most]]
+
+
+def drawn(tokenizer: Tokenizer, text: str, end: int | None = 2) -> list[int]:
+    """An answer as a model would draw it, its end included."""
+    return [*tokenizer.encode(text, add_special_tokens=False), *(() if end is None else (end,))]
+
+
+def answering(app: Any, *answers: Sequence[int], finish: str = "stop", cached: int = 4, logprobs: int = 2, at_once: bool = False) -> None:
+    """Has an engine that follows a script give these answers to every request, token by token and by turns; of n answers the i-th is
+    the i-th of them. Each token is read before the next one comes, unless they come ``at_once``."""
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    def start(request: EngineRequest) -> None:
+        task = asyncio.get_running_loop().create_task(feed(request))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def feed(request: EngineRequest) -> None:
+        texts = [answers[i % len(answers)] for i in range(request.params.n)]
+        for at in range(max(map(len, texts))):
+            for index, ids in enumerate(texts):
+                box = app.front._boxes.get(request.request_id)
+                while box is not None and box._output is not None and not at_once:
+                    await asyncio.sleep(0)  # until it was read
+                if at < len(ids) and request.request_id in app.front._outputs:
+                    one(request, ids, at, index)
+
+    def one(request: EngineRequest, ids: Sequence[int], at: int, index: int) -> None:
+        entries = [i for i in (ids[at], 300, 301, 302) if i != ids[at]][: max(logprobs - 1, 0)]
+        values = np.array([-0.25, *(-1.5 - 0.5 * e for e in range(len(entries)))], np.float32)
+        told = [TokenLogprobs(np.array([ids[at], *entries], np.int32), values, 1)] if request.params.logprobs is not None else None
+        last = finish if at == len(ids) - 1 else None
+        app.front.feed(request.request_id, [ids[at]], last, index=index, logprobs=told, cached_tokens=cached)
+
+    app.front.on_submit = start

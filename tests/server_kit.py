@@ -24,9 +24,11 @@ import text_kit
 from cli.running import COMMAND, environment
 from deepinfer.engine.async_engine import AsyncLLM, wire
 from deepinfer.engine.async_engine.front import AsyncFront
+from deepinfer.engine.chat_template import load_chat_template
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing
 from deepinfer.engine.text_side import TextSide
+from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.errors import EngineDeadError
 from deepinfer.server.app import build_app
 from deepinfer.server.http.listen import Bound
@@ -234,12 +236,14 @@ class ScriptedFront(AsyncFront):
     ``submitted``: requests that reached the engine; ``cancelled``: ids that nobody wants any more; ``on_submit``: called with each.
     """
 
-    def __init__(self, *, max_model_len: int = 512, max_num_seqs: int = 8) -> None:
+    def __init__(self, *, max_model_len: int = 512, max_num_seqs: int = 8, tokenizer: Tokenizer | None = None, **text: Any) -> None:
         super().__init__()
-        tokenizer = text_kit.byte_level(320)
+        tokenizer = tokenizer or text_kit.byte_level(320)
         self.config = EngineConfig(model="scripted")
-        self._text = TextSide(tokenizer, None, (2,), {}, 0)
-        self._ready_message = wire.Ready(max_model_len, 320, max_num_seqs)
+        self._text = TextSide(
+            tokenizer, load_chat_template(None, tokenizer), **{"eos_ids": (2,), "generation_config": {}, "seed": 0, **text}
+        )
+        self._ready_message = wire.Ready(max_model_len, tokenizer.vocab_size, max_num_seqs)
         self.submitted: dict[str, EngineRequest] = {}
         self.cancelled: list[str] = []
         self.stopped: list[tuple[str, int, int]] = []

@@ -210,6 +210,17 @@ class OutputProcessor:
             changed.setdefault(delta.request_id, []).append(delta.index)
         return [out for request_id, indices in changed.items() if (out := self._output(request_id, indices)) is not None]
 
+    def end_answer(self, request_id: str, index: int) -> tuple[int | None, RequestOutput | None]:
+        """Ends one answer after what it has so far, with finish reason ``"stop"``; gives its number of tokens and what there is to tell.
+
+        Nothing (``None``) of an answer that has ended.
+        """
+        known = self._requests.get(request_id)
+        if known is None or known.answers[index].finish_reason is not None:
+            return None, None
+        known.answers[index].finish_reason = "stop"
+        return len(known.answers[index].token_ids), self._output(request_id, [index])
+
     def _output(self, request_id: str, indices: list[int]) -> RequestOutput | None:
         known = self._requests[request_id]
         if known.finished:

@@ -31,6 +31,7 @@ class TextSide:
     eos_ids: tuple[int, ...]
     generation_config: Mapping[str, Any]
     seed: int
+    architecture: str = ""
 
     def input_processor(self, limits: ModelLimits) -> InputProcessor:
         """Preparation of requests for an engine with these limits."""
@@ -64,7 +65,7 @@ def load_text_side(config: EngineConfig, resolved: ResolvedModel) -> TextSide:
     own = tokenizer.special_id("eos_token") if tokenizer is not None else None
     if own is not None and own not in ids:
         ids = (*ids, own)
-    return TextSide(tokenizer, template, ids, resolved.generation_config, config.seed)
+    return TextSide(tokenizer, template, ids, resolved.generation_config, config.seed, resolved.architecture)
 
 
 def _tokenizer(config: EngineConfig, resolved: ResolvedModel) -> Tokenizer | None:

@@ -60,6 +60,13 @@ class ServerSettings:
     cors_origin: tuple[str, ...] = _setting(
         (), "list", "origin whose pages may call; may be repeated, * is any (default: none)", metavar="ORIGIN"
     )
+    chat_backend: str = _setting(
+        "auto",
+        "text",
+        "how conversations become prompts: template (the model's chat template), deepseek (DeepSeek's own format) or auto (default: auto)",
+        metavar="NAME",
+        choices=("auto", "template", "deepseek"),
+    )
     max_queued_requests: int = _setting(1024, "integer", "most answers that wait beyond those the engine runs at once (default: 1024)")
     max_tokens_in_flight: int = _setting(
         0, "integer", "most prompt and answer tokens of all requests taken in, answers at their longest (default: no limit)"
@@ -102,6 +109,8 @@ class ServerSettings:
                 raise ConfigError(f"{flag(name)} must be a number of seconds above 0, got {getattr(self, name):g}")
         if not 0 <= self.drain_timeout < float("inf"):
             raise ConfigError(f"--drain-timeout must be a number of seconds of at least 0, got {self.drain_timeout:g}")
+        if self.chat_backend not in (about()["chat_backend"].choices or ()):
+            raise ConfigError(f"--chat-backend must be auto, template or deepseek, got {self.chat_backend!r}")
         for name in ("served_model_name", "api_key"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"{flag(name)} must not be empty")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from deepinfer.engine.async_engine import wire
-from deepinfer.engine.chat_template import Message
+from deepinfer.engine.chat_template import ChatTemplate, Message
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.content_parts import has_images
 from deepinfer.engine.grammars import make_grammar_service
@@ -204,6 +204,21 @@ class AsyncFront(ABC):
         """Whether :meth:`chat_prompt` can be used."""
         return self._text.chat_template is not None
 
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """How conversations become prompts; ``None`` if the model came without a template."""
+        return self._text.chat_template
+
+    @property
+    def architecture(self) -> str:
+        """What the model's configuration calls its architecture."""
+        return self._text.architecture
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images; known after :meth:`ready`."""
+        return self._ready_inputs.limits.images is not None
+
     @abstractmethod
     async def metrics(self) -> dict[str, EngineMetrics]:
         """Everything that is counted, of each engine process by its name. A process answers between two steps, so when its step in work
@@ -378,6 +393,14 @@ class AsyncFront(ABC):
         if last is not None:
             self._cancel(request_id)
             self._boxes[request_id].put(last)
+
+    def end_answer(self, request_id: str, index: int) -> None:
+        """Ends one answer of a request here, as a stop string would; the others go on. What has ended is ignored."""
+        cut, output = self._outputs.end_answer(request_id, index)
+        if cut is not None:
+            self._stop_at(request_id, index, cut)
+        if output is not None and request_id in self._boxes:
+            self._boxes[request_id].put(output)
 
     # News
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from deepinfer.server.endpoints import completions, health, metrics, models, page, tokens
+from deepinfer.server.endpoints import chat, completions, health, messages, metrics, models, page, responses, tokens
 from deepinfer.server.errors import Protocol
 from deepinfer.server.http.call import Call
 
@@ -25,7 +25,11 @@ class Route:
 
 
 ROUTES: tuple[Route, ...] = (
+    Route("POST", "/v1/chat/completions", chat.create),
     Route("POST", "/v1/completions", completions.create),
+    Route("POST", "/v1/responses", responses.create),
+    Route("POST", "/v1/messages", messages.create, protocol="anthropic"),
+    Route("POST", "/v1/messages/count_tokens", messages.count_tokens, protocol="anthropic"),
     Route("GET", "/v1/models", models.list_models),
     Route("GET", "/v1/models/{name:path}", models.get_model),
     Route("POST", "/v1/embeddings", models.embeddings),

@@ -6,14 +6,13 @@ Owns: this protocol's fields and its answers, whole or in pieces. Never touches:
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.sampling import SamplingParams
-from deepinfer.server import fields, shapes
+from deepinfer.server import fields, fresh, shapes
 from deepinfer.server.errors import BadRequestError
 from deepinfer.server.generation import Job, complete, generate
 from deepinfer.server.http.call import Call, good_request_id
@@ -172,7 +171,7 @@ class _Writer:
         self.head = {
             "id": f"cmpl-{call.request_id}",
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": fresh.now(),
             "model": request.model,
         }
         n = request.params.n
