@@ -93,18 +93,7 @@ def selectors(node: Any) -> Iterator[Any]:
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
     """Of a server after a run: hits, drafts, several answers, mistakes, a client that leaves, preemptions, a KV store."""
     store = tmp_path_factory.mktemp("store")
-    options = [
-        "--served-model-name",
-        "tiny",
-        "--api-key",
-        "k",
-        "--num-kv-blocks",
-        "40",
-        "--speculative",
-        "ngram",
-        "--kv-store",
-        f"dir:{store}",
-    ]
+    more = ("--num-kv-blocks", "40", "--speculative", "ngram", "--kv-store", f"dir:{store}")
     key = {"authorization": "Bearer k"}
     with serving(None, "--served-model-name", "tiny", "--api-key", "k", *more) as server:
         before = {"model": "tiny", "prompt": "again and again " * 10, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
