@@ -19,7 +19,7 @@ EXAMPLES = (
     "deepinfer serve smollm2 --port 8080 --served-model-name chat --api-key-file keys.txt",
     "deepinfer serve --config serve.yaml",
 )
-NEEDS = "deepinfer serve needs starlette, uvicorn and httptools; install them with: pip install 'deepinfer[server]'"
+NEEDS = "deepinfer serve needs starlette, uvicorn, httptools and PyYAML; install them with: pip install 'deepinfer[server]'"
 
 _KINDS: dict[str, Any] = {"text": str, "list": str, "integer": int, "number": float, "switch": None}
 
@@ -54,6 +54,10 @@ def server_options() -> list[options.Option]:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal ends it."""
+    try:
+        import yaml  # noqa: F401
+    except ImportError:
+        raise console.UserError(NEEDS) from None
     _read_config(args)
     if args.model is not None and args.model_name is not None and args.model != args.model_name:
         raise console.UserError("MODEL and --model name different models; give one of them")
