@@ -29,7 +29,7 @@ from deepinfer.engine.request import EngineRequest
 from deepinfer.engine.roles.pair import PrefillDecodePair
 from deepinfer.engine.text_side import load_text_side
 from deepinfer.engine.tokenizer import Tokenizer
-from deepinfer.errors import EngineDeadError, InvalidRequestError
+from deepinfer.errors import EngineDeadError, GrammarError, InvalidRequestError
 from deepinfer.outputs import RequestOutput
 from deepinfer.sampling import SamplingParams
 from deepinfer.structured.matcher import SHELF
@@ -282,9 +282,11 @@ class LLM:
             except InvalidRequestError as e:
                 raise (type(e)(f"prompt {place}: {e}") if len(prompts) > 1 else e) from None
         forms = [(i, values.form) for i, values in enumerate(params) if values.form is not None]
-        if forms:
-            for (i, _), made in zip(forms, self._grammars.compile_all([form for _, form in forms]), strict=True):
-                prepared[i] = self._following(prepared[i][0], made), prepared[i][1]
+        found = self._grammars.compile_all([form for _, form in forms]) if forms else ()
+        for (place, _), made in zip(forms, found, strict=True):
+            if isinstance(made, GrammarError):
+                raise type(made)(f"prompt {place}: {made}") if len(prompts) > 1 else made
+            prepared[place] = self._following(prepared[place][0], made), prepared[place][1]
         return prepared
 
     def _following(self, request: EngineRequest, made: PreparedGrammar) -> EngineRequest:

@@ -67,6 +67,25 @@ def test_each_kind_allows_what_it_says(service: GrammarService) -> None:
         assert [t for t in bad if accepts(prepared, t)] == [], values
 
 
+def test_strings_of_bounded_length_are_json(service: GrammarService) -> None:
+    """The compiler itself would let control characters in and keep escapes out."""
+    short = {"type": "string", "minLength": 1, "maxLength": 3}
+    schemas: list[tuple[Any, str]] = [
+        (short, '"{}"'),
+        ({"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, short]}}, "required": ["a"]}, '{{"a": "{}"}}'),
+        ({"type": "object", "propertyNames": short, "additionalProperties": {"type": "integer"}}, '{{"{}": 1}}'),
+    ]
+    good = ["a", "é😀", r"\n", r"\"", r"\\", r"a\nb"]
+    bad = ["", "abcd", "\x1b", "\t", "\n", '"', "\\", r"ab\nc"]
+    for schema, around in schemas:
+        tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+        for form in (StructuredOutputs(json=schema), StructuredOutputs(structural_tag=tag)):
+            prepared = service.compile(form)
+            for text in good:
+                assert accepts(prepared, around.format(text)) and json.loads(around.format(text)), (schema, text)
+            assert [text for text in bad if accepts(prepared, around.format(text))] == [], schema
+
+
 def test_what_is_reported_is_indeed_not_held_to(service: GrammarService) -> None:
     """Each keyword with a document that breaks it: when one of them is held to some day, its report is to go."""
     cases: list[tuple[Any, Any]] = [

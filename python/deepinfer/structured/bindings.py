@@ -3,7 +3,7 @@
 Owns: the import. Never touches: what is done with it.
 
 ``import xgrammar`` imports torch and transformers (570 MB and seconds), of which compiling and matching use nothing but annotations. A
-process that is ours alone takes the three modules it needs and gives them empty stand-ins for what it does not have loaded: 60 MB, half
+process that is ours alone takes the few modules it needs and gives them empty stand-ins for what it does not have loaded: 60 MB, half
 a second. A user's process gets the whole package, since the user may want it too.
 """
 
@@ -32,6 +32,7 @@ class Bindings:
 
     TokenizerInfo: Any
     VocabType: Any
+    Grammar: Any
     GrammarCompiler: Any
     CompiledGrammar: Any
     GrammarMatcher: Any
@@ -74,7 +75,7 @@ def load() -> Bindings:
 
 def _import_whole() -> Bindings:
     whole: Any = importlib.import_module("xgrammar")
-    return _bindings(whole, whole, whole, whole)
+    return _bindings(whole, whole, whole, whole, whole)
 
 
 class _StandIn(types.ModuleType):
@@ -102,8 +103,8 @@ def _import_light() -> Bindings:
         sys.modules.update({name: _StandIn(name) for name in names})
         for name in ("exception", "load_binding"):
             importlib.import_module(f"xgrammar.{name}")
-        compiler, matcher, info, config = (
-            importlib.import_module(f"xgrammar.{name}") for name in ("compiler", "matcher", "tokenizer_info", "config")
+        grammar, compiler, matcher, info, config = (
+            importlib.import_module(f"xgrammar.{name}") for name in ("grammar", "compiler", "matcher", "tokenizer_info", "config")
         )
     except BaseException:
         for name in [n for n in sys.modules if n == "xgrammar" or n.startswith("xgrammar.")]:
@@ -112,13 +113,14 @@ def _import_light() -> Bindings:
     finally:
         for name in names:
             del sys.modules[name]
-    return _bindings(compiler, matcher, info, config)
+    return _bindings(grammar, compiler, matcher, info, config)
 
 
-def _bindings(compiler: Any, matcher: Any, info: Any, config: Any) -> Bindings:
+def _bindings(grammar: Any, compiler: Any, matcher: Any, info: Any, config: Any) -> Bindings:
     return Bindings(
         TokenizerInfo=info.TokenizerInfo,
         VocabType=info.VocabType,
+        Grammar=grammar.Grammar,
         GrammarCompiler=compiler.GrammarCompiler,
         CompiledGrammar=compiler.CompiledGrammar,
         GrammarMatcher=matcher.GrammarMatcher,

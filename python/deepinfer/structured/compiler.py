@@ -27,6 +27,11 @@ _PLACE = re.compile(r"^\[[\d:]+\]\s+\S+?\.(?:cc|h|cpp|cu):\d+:\s*")
 _CHECK = re.compile(r"^Check failed: \(.*?\) is false:\s*")
 _WARNING = re.compile(r"^Warning:\s*")
 _MOST_SAID = 300
+_MAY_BOUND = re.compile(r'"(?:min|max)Length"')
+_WRONG_CLASS = r"[^\"\\\r\n]"
+_RIGHT_CLASS = r"[^\0-\x1f\"\\]"
+_CHARACTER_RULE = re.compile(rf"^(\S+ ::= )\(\({re.escape(_RIGHT_CLASS)}\)\)", re.MULTILINE)
+_RIGHT_RULE = rf'(({_RIGHT_CLASS}) | ("\\" [\"\\/bfnrt]))'
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,10 @@ class Compiler:
 
     def _made(self, kind: str, source: str, options: Mapping[str, Any]) -> Any:
         match kind:
+            case "json_schema" if _MAY_BOUND.search(source):
+                return self._compiler.compile_grammar(self._mended(self._bindings.Grammar.from_json_schema(source, **options)))
+            case "structural_tag" if _MAY_BOUND.search(source):
+                return self._compiler.compile_grammar(self._mended(self._bindings.Grammar.from_structural_tag(source)))
             case "json_schema":
                 return self._compiler.compile_json_schema(source, **options)
             case "regex":
@@ -77,6 +86,12 @@ class Compiler:
             case "structural_tag":
                 return self._compiler.compile_structural_tag(source)
         raise GrammarError(f"there is no grammar of kind {kind!r}")
+
+    def _mended(self, grammar: Any) -> Any:
+        """Strings with a length may hold control characters there, which JSON forbids, and no escapes: their characters are put right."""
+        text = str(grammar)
+        mended = _CHARACTER_RULE.sub(lambda m: m[1] + _RIGHT_RULE, text.replace(_WRONG_CLASS, _RIGHT_CLASS))
+        return grammar if mended == text else self._bindings.Grammar.from_ebnf(mended)
 
     def _first_mask(self, compiled: Any) -> None:
         row = np.full(-(-self._size // 32), -1, np.int32)

@@ -15,7 +15,7 @@ import hashlib
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -106,22 +106,32 @@ class GrammarService:
             GrammarError: what is asked for is malformed, or (GrammarTimeoutError) too much.
             ConfigError: xgrammar is not installed.
         """
-        return self.compile_all([wanted])[0]
+        (made,) = self.compile_all([wanted])
+        if isinstance(made, GrammarError):
+            raise made
+        return made
 
-    def compile_all(self, wanted: list[StructuredOutputs]) -> list[PreparedGrammar]:
-        """Several at once; raises what the first of them fails with."""
-        jobs = [self._screened(each) for each in wanted]
-        begun: list[tuple[str, Compiled | _Wait]] = []
+    def compile_all(self, wanted: Sequence[StructuredOutputs]) -> list[PreparedGrammar | GrammarError]:
+        """Several at once; in the place of one that fails is its error. Raises ConfigError as :meth:`compile` does."""
+        begun: list[tuple[Job, str, Compiled | _Wait] | GrammarError] = []
         try:
-            begun += (self._begin(job) for job in jobs)
-            return [
-                self._prepared(key, job, found if isinstance(found, Compiled) else found.future.result())
-                for job, (key, found) in zip(jobs, begun, strict=True)
-            ]
+            for each in wanted:
+                try:
+                    job, (key, found) = self._screen_and_begin(each)
+                    begun.append((job, key, found))
+                except GrammarError as e:
+                    begun.append(e)
+            return [each if isinstance(each, GrammarError) else self._awaited(*each) for each in begun]
         finally:
-            for _, found in begun:
-                if isinstance(found, _Wait):
-                    found.leave()
+            for each in begun:
+                if not isinstance(each, GrammarError) and isinstance(each[2], _Wait):
+                    each[2].leave()
+
+    def _awaited(self, job: Job, key: str, found: Compiled | _Wait) -> PreparedGrammar | GrammarError:
+        try:
+            return self._prepared(key, job, found if isinstance(found, Compiled) else found.future.result())
+        except GrammarError as e:
+            return e
 
     async def acompile(self, wanted: StructuredOutputs) -> PreparedGrammar:
         """Compiles as :meth:`compile` does, without blocking the event loop; cancelled, it ends a compilation that nobody else wants."""
