@@ -121,11 +121,11 @@ class GrammarService:
                     begun.append((job, key, found))
                 except GrammarError as e:
                     begun.append(e)
-            return [each if isinstance(each, GrammarError) else self._awaited(*each) for each in begun]
+            return [one if isinstance(one, GrammarError) else self._awaited(*one) for one in begun]
         finally:
-            for each in begun:
-                if not isinstance(each, GrammarError) and isinstance(each[2], _Wait):
-                    each[2].leave()
+            for one in begun:
+                if not isinstance(one, GrammarError) and isinstance(one[2], _Wait):
+                    one[2].leave()
 
     def _awaited(self, job: Job, key: str, found: Compiled | _Wait) -> PreparedGrammar | GrammarError:
         try:
