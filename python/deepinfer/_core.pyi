@@ -836,6 +836,9 @@ class KvTier:
     def stats(self) -> dict[str, int]:
         """Counters and sizes, by name."""
 
+    def trouble(self) -> str | None:
+        """What the latest read or write that failed failed with: a wrong token, nobody at the address, a full disk."""
+
     def close(self) -> None:
         """Ends this side: later calls raise. May be called more than once."""
 

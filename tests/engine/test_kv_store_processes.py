@@ -129,6 +129,8 @@ def test_the_prompt_engine_of_a_pair_has_the_store(run: Run[Any], device: str, t
         ({"kv_store": "dir:/x", "kv_store_gib": 0}, "above 0"),
         ({"kv_store_tenant": "a b"}, "letters, digits"),
         ({"kv_store_token": ""}, "kv_store_token"),
+        ({"kv_store_token": {"admin": "a secret of many words"}}, "by role, of check, get, put"),
+        ({"kv_store_token": {"put": ""}}, "by role, of check, get, put"),
         ({"kv_store_write": "never"}, "on_finish, write_through"),
         ({"kv_prefetch": "always"}, "best_effort, wait, timeout"),
         ({"kv_prefetch_timeout": 0}, "between 0.001 and 3600"),
@@ -172,6 +174,43 @@ def test_engines_find_what_others_stored_behind_a_server(device: str, tmp_path: 
                 assert [o.num_cached_tokens for o in made] == [hit(n, n + 7, 16) * found for n in LENGTHS], (tenant, token)
                 assert llm.engine._store is not None and llm.engine._store.settle(20)
                 assert (llm.metrics().store["saved"] > 0) is (token == secret and not found)
+    finally:
+        server.drain()
+
+
+def test_each_role_has_its_own_token_and_a_wrong_one_is_told(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By settings or by the variables that the commands take."""
+    tokens = {role: f"what is asked for {role}" for role in ("check", "get", "put", "admin")}
+    for role, token in tokens.items():
+        (tmp_path / role).write_text(token)
+    (tmp_path / "settings.toml").write_text(
+        f"root = '{tmp_path / 'root'}'\nlisten = ['127.0.0.1:0']\nmetrics = 'off'\n[tokens]\n"
+        + "".join(f"{role}_file = '{tmp_path / role}'\n" for role in tokens)
+    )
+    server = _core.KvServer(tmp_path / "settings.toml")
+    try:
+        address = server.describe()["addresses"][0].removeprefix("tcp://")
+        settings = {**SETTINGS, "quiet": False, "device": device, "kv_store": f"tcp://{address}"}
+        of_engines = {role: tokens[role] for role in ("check", "get", "put")}
+
+        def cached(**more: Any) -> tuple[list[int | None], str]:
+            capfd.readouterr()
+            with LLM(api_kit.tiny_model(), **settings, **more) as llm:
+                made = llm.generate(PROMPTS[:1], P)
+                assert llm.engine._store is not None and llm.engine._store.settle(20)
+            return [o.num_cached_tokens for o in made], capfd.readouterr().err
+
+        found, said = cached(kv_store_token={**of_engines, "get": tokens["put"]})
+        assert found == [0] and f"fails (the KV store at {address} does not accept the token of role get)" in said
+        assert all(token not in said for token in tokens.values())
+        found, said = cached(kv_store_token=of_engines)
+        assert found == [0] and "fails" not in said
+        for role, token in of_engines.items():
+            monkeypatch.setenv(f"DEEPINFER_KVSTORE_TOKEN_{role.upper()}", token)
+        found, said = cached()
+        assert found == [hit(LENGTHS[0], LENGTHS[0], 16)] and "fails" not in said
     finally:
         server.drain()
 

@@ -173,6 +173,10 @@ impl KvTier {
         Ok(dict)
     }
 
+    fn trouble(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.detached(py, |tier| Ok(tier.trouble()))
+    }
+
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let tier = self.tier.lock().unwrap_or_else(PoisonError::into_inner).take();
         // The files are let go of when the last call in there has ended.

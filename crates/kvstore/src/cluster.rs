@@ -384,6 +384,10 @@ impl Upstream for Cluster {
         self.inner.points.iter().map(|point| point.client.other_block_tokens()).find(|&other| other != 0).unwrap_or(0)
     }
 
+    fn trouble(&self) -> Option<String> {
+        self.last_errors().into_iter().find_map(|(_, error)| error)
+    }
+
     fn stats(&self) -> Vec<(String, u64)> {
         let mut all = self.tally.each();
         let down = (0..self.inner.points.len()).filter(|&at| !self.is_up(at)).count();

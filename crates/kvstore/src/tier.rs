@@ -260,6 +260,11 @@ impl Tier {
         all
     }
 
+    /// See [`Upstream::trouble`].
+    pub fn trouble(&self) -> Option<String> {
+        self.upstream.trouble()
+    }
+
     /// Takes no more writes and leaves a store of its own as a clean end does. Reads go on until this is dropped.
     ///
     /// # Errors

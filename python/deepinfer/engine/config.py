@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -39,6 +40,8 @@ DTYPES = {
 # A batch that keeps each device busy without making one step long enough to be felt.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
+STORE_ROLES = ("check", "get", "put")
+"""What an engine does in a KV store."""
 _TENANT = re.compile(r"[A-Za-z0-9._-]{0,64}")
 _MOST_THREADS = 1024  # the threads' library ends the process when it cannot start what it is told to
 _DEFAULT_FRACTION = {"cpu": 0.5, "cuda": 0.9}
@@ -80,7 +83,8 @@ class EngineConfig:
             ``tcp://HOST:PORT[,HOST:PORT...]`` or ``unix:PATH`` (entry points), ``agent:PATH`` (the agent of this host). Left out: nowhere.
             A store that fails costs time, never a request.
         kv_store_tenant: who shares such KV with whom: engines of one tenant.
-        kv_store_token: secret of the roles that a store asks for; ``None`` = ``DEEPINFER_KV_STORE_TOKEN``.
+        kv_store_token: secret of the roles that a store asks for, or one each of ``check``, ``get`` and ``put``; ``None`` =
+            ``DEEPINFER_KV_STORE_TOKEN``, else ``DEEPINFER_KVSTORE_TOKEN_CHECK``, ``…_GET`` and ``…_PUT``.
         kv_store_tls_ca: file of the authority (PEM) that a store of ``tcp://`` has its certificate from; ``None`` = no TLS.
             ``kv_store_tls_name``: whom it is for; ``None`` = the address's host.
         kv_store_gib: most that a store of ``dir:PATH`` holds; ``None`` = its default.
@@ -155,7 +159,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kv_store: str | None = None
     kv_store_tenant: str = ""
-    kv_store_token: str | None = field(default=None, repr=False)
+    kv_store_token: str | Mapping[str, str] | None = field(default=None, repr=False)
     kv_store_tls_ca: str | None = None
     kv_store_tls_name: str | None = None
     kv_store_gib: float | None = None
@@ -294,7 +298,10 @@ class EngineConfig:
         tenant, token = self.kv_store_tenant, self.kv_store_token
         if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant):
             raise ConfigError(f"kv_store_tenant must be at most 64 letters, digits, dots, dashes and underscores, got {tenant!r}")
-        if token is not None and (not isinstance(token, str) or not token):
+        if isinstance(token, Mapping):
+            if not token or not set(token) <= set(STORE_ROLES) or not all(isinstance(one, str) and one for one in token.values()):
+                raise ConfigError(f"kv_store_token must be a text, or texts by role, of {', '.join(STORE_ROLES)}")
+        elif token is not None and (not isinstance(token, str) or not token):
             raise ConfigError("kv_store_token must be a text; leave it out for a store that asks for none")
         _gib("kv_store_gib", self.kv_store_gib)
         if self.kv_store_gib == 0:

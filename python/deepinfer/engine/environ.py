@@ -133,6 +133,17 @@ SWITCHES: tuple[Switch, ...] = (
         "host memory for compiled grammars, if `grammar_cache_gib` is left out",
     ),
     Switch("DEEPINFER_KV_STORE_TOKEN", "text", str, None, "what the KV store asks for, if `kv_store_token` is left out", secret=True),
+    *(
+        Switch(
+            f"DEEPINFER_KVSTORE_TOKEN_{role}",
+            "text",
+            str,
+            None,
+            f"what it asks for the role {role.lower()}, if that is not set",
+            secret=True,
+        )
+        for role in ("CHECK", "GET", "PUT")
+    ),
     Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),
 )
 _BY_NAME = {s.name: s for s in SWITCHES}

@@ -51,6 +51,9 @@ class BlockTier(Protocol):
     def stats(self) -> dict[str, int]:
         """Counters, by name."""
 
+    def trouble(self) -> str | None:
+        """What the latest read or write that failed failed with, if that is known."""
+
     def close(self) -> None:
         """Lets go; idempotent. Later calls fail."""
 
@@ -143,6 +146,10 @@ class MemoryTier:
         """What happened, and ``blocks``, ``slices``, ``bytes`` now."""
         with self._lock:
             return {**self._counts, "blocks": len(self._blocks), "slices": len(self._slices), "bytes": self._bytes}
+
+    def trouble(self) -> str | None:
+        """See `BlockTier.trouble`: memory has none."""
+        return None
 
     def close(self) -> None:
         """See `BlockTier.close`."""

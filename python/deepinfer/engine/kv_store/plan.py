@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from deepinfer import _core
 from deepinfer.engine import environ
-from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.config import STORE_ROLES, EngineConfig
 from deepinfer.engine.state_hits import window_hits
 from deepinfer.errors import ConfigError
 from deepinfer.kvcache.block_tier import BlockTier
@@ -92,21 +92,30 @@ def open_tier(config: EngineConfig, layout: KvLayout, numerics: str) -> BlockTie
         DeepInferError: a store in a directory cannot be opened. One over sockets may come later.
     """
     assert config.kv_store is not None
-    token = environ.get("DEEPINFER_KV_STORE_TOKEN") if config.kv_store_token is None else config.kv_store_token
     sizes = {} if config.kv_store_gib is None else {"capacity": int(config.kv_store_gib * 2**30)}
-    roles = None if token is None else dict.fromkeys(("check", "get", "put"), token.encode())
     tier: BlockTier = _core.KvTier(
         config.kv_store,
         tenant=config.kv_store_tenant,
         fingerprint=_fingerprint(layout, numerics),
         block_tokens=layout.block_tokens,
         first_stays=layout.identity.get("hit policy") == "replay",
-        tokens=roles,
+        tokens=_tokens(config),
         tls_ca=config.kv_store_tls_ca,
         tls_name=config.kv_store_tls_name,
         **sizes,
     )
     return tier
+
+
+def _tokens(config: EngineConfig) -> dict[str, bytes]:
+    """Secrets by role: of the settings, else of the environment, there one for all of them first."""
+    given: str | Mapping[str, str] | None = config.kv_store_token
+    if given is None:
+        given = environ.get("DEEPINFER_KV_STORE_TOKEN")
+    if given is None:
+        found = {role: environ.get(f"DEEPINFER_KVSTORE_TOKEN_{role.upper()}") for role in STORE_ROLES}
+        given = {role: token for role, token in found.items() if token}
+    return {role: token.encode() for role, token in (given if isinstance(given, Mapping) else dict.fromkeys(STORE_ROLES, given)).items()}
 
 
 def _fingerprint(layout: KvLayout, numerics: str) -> bytes:

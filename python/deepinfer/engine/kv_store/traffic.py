@@ -142,6 +142,7 @@ class StoreTraffic:
                 self.settle(_WRITE_OUT)
         self._fetches.close()
         self._saves.close(0.2 if fault else max(0.2, until - time.monotonic()))
+        self._complain()  # while the tier can still say why
         if self._owned:
             try:
                 self._tier.flush(max(0.0, until - time.monotonic()))
@@ -155,8 +156,15 @@ class StoreTraffic:
         """Whoever has named a store that is not there, or is full, would not notice otherwise: answers are the same."""
         if not self._name or not (self.counters.failed or self.counters.faults):
             return
-        why = "" if self.last_fault is None else f" ({self.last_fault})"
-        print(f"deepinfer: the KV store {self._name} fails{why}; what it lacks is computed", file=sys.stderr, flush=True)
+        why: object = self.last_fault
+        if why is None:
+            with suppress(Exception):
+                why = self._tier.trouble()
+        print(
+            f"deepinfer: the KV store {self._name} fails{f' ({why})' if why else ''}; what it lacks is computed",
+            file=sys.stderr,
+            flush=True,
+        )
         self._name = ""
 
     def _fault(self, error: BaseException) -> None:
