@@ -22,10 +22,12 @@ def _bytes_at_once(device: torch.device) -> int:
 
 
 def _tiles(place: torch.Tensor, experts: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``place`` int64 ``[P]`` of each pair → pairs of every tile int64 ``[m, size]`` (``P`` where there is none) and its place ``[m]``."""
+    """``place`` int64 ``[P]`` of each pair, negative = none → pairs of every tile int64 ``[m, size]`` (``P`` where there is none) and its
+    place ``[m]``."""
     pairs, device = place.shape[0], place.device
+    place = torch.where(place < 0, experts, place)  # behind all others
     order = place.argsort(stable=True)
-    count = torch.zeros(experts, dtype=torch.int64, device=device).scatter_add_(0, place, torch.ones_like(place))
+    count = torch.zeros(experts + 1, dtype=torch.int64, device=device).scatter_add_(0, place, torch.ones_like(place))[:experts]
     end = count.cumsum(0)
     member, real, owner = ragged_tiles(end - count, end, size, min(pairs, pairs // size + experts))
     return torch.where(real, order.index_select(0, member.clamp(0, pairs - 1).flatten()).view(member.shape), pairs), owner
@@ -37,13 +39,13 @@ def gathered_mlp(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    inner: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
+    inner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """What each chosen expert gives: float32 ``[T, k, d]``.
 
-    ``u`` ``[T, d]``, ``place`` int64 ``[T, k]``, ``weights`` float32 ``[T, k]``; ``gate_up`` ``[P, 2 m, d]`` and ``down``
-    ``[P, d, m]`` are the experts by place. ``inner`` makes of the first product ``[..., 2 m]`` and weights
-    ``[..., 1]`` the rows ``[..., m]`` of the second product and what to multiply its answer by, or None.
+    ``u`` ``[T, d]``, ``place`` int64 ``[T, k]`` (negative = nowhere, which gives zeros), ``weights`` float32 ``[T, k]``; ``gate_up``
+    ``[P, 2 m, d]`` and ``down`` ``[P, d, m]`` are the experts by place. ``inner`` makes of the first product ``[..., 2 m]`` and weights
+    ``[..., 1]`` the rows ``[..., m]`` of the second product.
     """
     chosen = place.shape[1]
     size = row_quantum(u.device)
@@ -57,7 +59,6 @@ def gathered_mlp(
         pair = tile.flatten()
         rows = u.index_select(0, (pair // chosen).clamp_max(u.shape[0] - 1)).unflatten(0, tile.shape)
         weight = given.index_select(0, pair).unflatten(0, tile.shape).unsqueeze(-1)
-        row, factor = inner(torch.bmm(rows, gate_up.index_select(0, expert).transpose(1, 2)), weight)
-        made = torch.bmm(row, down.index_select(0, expert).transpose(1, 2)).float()
-        out.index_copy_(0, pair, (made if factor is None else made * factor).flatten(0, 1))
+        row = inner(torch.bmm(rows, gate_up.index_select(0, expert).transpose(1, 2)), weight)
+        out.index_copy_(0, pair, torch.bmm(row, down.index_select(0, expert).transpose(1, 2)).float().flatten(0, 1))
     return out[:pairs].unflatten(0, place.shape)

@@ -4,6 +4,7 @@ Owns: what ranks say to each other so that each of them makes the same steps. Ne
 usable from every layer).
 """
 
+from deepinfer.distributed.experts import ExpertGroup, TorchExpertGroup, current_group, share, spread_experts
 from deepinfer.distributed.vote import StepVote, TorchVote
 
-__all__ = ["StepVote", "TorchVote"]
+__all__ = ["ExpertGroup", "StepVote", "TorchExpertGroup", "TorchVote", "current_group", "share", "spread_experts"]

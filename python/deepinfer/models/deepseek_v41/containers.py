@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from ...distributed import current_group, share, spread_experts
 from ...kernels.block_formats import fp8_scale_shape, mxfp4_shapes
 from ..places import ParameterPlaces, unwritten
 from .engram_table import EngramTable
@@ -89,9 +90,9 @@ class MoeParameters:
     bias_vl: torch.Tensor | None
     """float32 ``[E]``, for tokens of images; None where there are none (no vision, draft stages)."""
     w13: torch.Tensor
-    """``[E, 2m, d]``."""
+    """``[n, 2m, d]``: of the ``n`` experts that this rank has, all ``E`` unless they are spread over a group."""
     w2: torch.Tensor
-    """``[E, d, m]``."""
+    """``[n, d, m]``."""
     shared_w13: torch.Tensor
     """``[2m, d]``."""
     shared_w2: torch.Tensor
@@ -209,22 +210,24 @@ class _Places(ParameterPlaces):
         return whole
 
     def experts(self, prefix: str, experts: int, names: Sequence[str], rows: int, width: int, scales: Scales, key: str) -> torch.Tensor:
-        """``[experts, len(names) * rows, width]``; a quantised checkpoint has each expert's tensors in MXFP4."""
-        height, first = len(names) * rows, f"{prefix}0.{names[0]}"
+        """``[n, len(names) * rows, width]`` for the ``n`` of these experts that this rank has (all, unless they are spread over a group
+        now); a quantised checkpoint has each expert's tensors in MXFP4."""
+        here, height = share(current_group(), experts), len(names) * rows
+        first = f"{prefix}{here.start}.{names[0]}"
         if not self._fp4:
-            whole = self._empty(first, (experts, height, width))
-            self._split(prefix, names, rows, whole, "weight")
+            whole = self._empty(first, (len(here), height, width))
+            self._split(prefix, here, names, rows, whole, "weight")
             return whole
         (_, packed), (_, blocks) = mxfp4_shapes((rows, width))
-        whole = self._empty(first, (experts, height, packed), torch.uint8)
-        scales[key] = self._empty(first, (experts, height, blocks), torch.uint8)
-        self._split(prefix, names, rows, whole, "weight")
-        self._split(prefix, names, rows, scales[key], "scale")
+        whole = self._empty(first, (len(here), height, packed), torch.uint8)
+        scales[key] = self._empty(first, (len(here), height, blocks), torch.uint8)
+        self._split(prefix, here, names, rows, whole, "weight")
+        self._split(prefix, here, names, rows, scales[key], "scale")
         return whole
 
-    def _split(self, prefix: str, names: Sequence[str], rows: int, whole: torch.Tensor, ending: str) -> None:
+    def _split(self, prefix: str, experts: range, names: Sequence[str], rows: int, whole: torch.Tensor, ending: str) -> None:
         for name, part in zip(names, whole.split(rows, 1), strict=True):
-            for expert, of_expert in enumerate(part.unbind()):
+            for expert, of_expert in zip(experts, part.unbind(), strict=True):
                 self.put(f"{prefix}{expert}.{name}.{ending}", of_expert)
 
 
@@ -256,6 +259,7 @@ class BlockParameters:
     def __init__(self, sizes: BlockSizes, dtype: torch.dtype, device: torch.device | str, keep_packed: Collection[Form] = ()) -> None:
         self._sizes, self.keep_packed = sizes, frozenset(keep_packed)
         self._make = _Places(sizes.quantised_weights, dtype, torch.device(device), keep_packed)
+        self._elsewhere = () if current_group() is None else ("*.ffn.experts.*",)  # other ranks have the rest
         self.places: ParameterPlaces = self._make
 
     def _attention(self, prefix: str) -> AttentionParameters:
@@ -302,7 +306,7 @@ class BlockParameters:
 
     def optional_tensors(self) -> tuple[str, ...]:
         """See ``registry.LoadableModel``."""
-        return ()
+        return self._elsewhere
 
     def parameter(self, name: str) -> torch.Tensor:
         """See ``registry.LoadableModel``."""
@@ -405,7 +409,7 @@ class DeepseekV41Parameters(BlockParameters):
         t, d, make, scales = self.topology, self.topology.drafts, self._make, Scales()
         last = f"mtp.{d.stages - 1}."
         return DraftParameters(
-            stages=[self._block(f"mtp.{stage}.", d.experts, False) for stage in range(d.stages)],
+            stages=self._stages(),
             main_proj=make.linear(["mtp.0.main_proj"], t.hidden, len(d.taps) * t.hidden, scales, "main_proj"),
             main_norm=make.float32("mtp.0.main_norm.weight", t.hidden),
             norm=make.float32(f"{last}norm.weight", t.hidden),
@@ -414,6 +418,12 @@ class DeepseekV41Parameters(BlockParameters):
             confidence=make.float32(f"{last}confidence_head.proj.weight", 1, t.hidden + d.markov_rank),
             scales=scales,
         )
+
+    def _stages(self) -> list[LayerParameters]:
+        """Every rank has all of their experts: which ranks draft in a step is not agreed upon."""
+        d = self.topology.drafts
+        with spread_experts(None):
+            return [self._block(f"mtp.{stage}.", d.experts, False) for stage in range(d.stages)]
 
     def _vision(self) -> VisionParameters | None:
         v, d, make = self.topology.vision, self.topology.hidden, self._make
@@ -443,7 +453,8 @@ class DeepseekV41Parameters(BlockParameters):
 
     def optional_tensors(self) -> tuple[str, ...]:
         """Checkpoints have a bias for tokens of images in every router; without images nothing reads it."""
-        return ("*.ffn.gate.bias_vl",) if self.topology.vision is None else ("mtp.*.ffn.gate.bias_vl",)
+        unread = "*.ffn.gate.bias_vl" if self.topology.vision is None else "mtp.*.ffn.gate.bias_vl"
+        return (unread, *self._elsewhere)
 
     def attach_tables(self, tables: Mapping[int, EngramTable], token_map: torch.Tensor | None) -> None:
         """Gives each Engram layer (by layer number) its opened table, and all of them the map of token ids."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from ...distributed import spread_experts
 from ...kernels.cache_rows import PagedRows, StepRows
 from ...kernels.linear import PackedLinear, row_bucket
 from ...kernels.rms_norm import rms_norm
@@ -87,7 +88,8 @@ class DraftStages:
     def __init__(self, p: DraftParameters, t: DeepseekV41Topology, embed: torch.Tensor, head: PackedLinear, dtype: torch.dtype) -> None:
         self._t, self._embed, self._head, self._dtype = t, embed, head, dtype
         self._heads = PackedHeads.pack(p, t.quantised_weights)
-        self._stages = [DraftStage(stage, t, f"mtp.{index}", dtype) for index, stage in enumerate(p.stages)]
+        with spread_experts(None):  # as their parameters are
+            self._stages = [DraftStage(stage, t, f"mtp.{index}", dtype) for index, stage in enumerate(p.stages)]
 
     def keep(self, taps: list[torch.Tensor], rows: LayerRows, state: Mapping[str, torch.Tensor], caches: CachePlan) -> None:
         """Stores what the stages remember of a step: ``taps`` ``[D, d]`` of each tapped layer, of ``rows``."""

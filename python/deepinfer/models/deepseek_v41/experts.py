@@ -18,7 +18,7 @@ class Experts:
     def __init__(self, p: MoeParameters, sizes: MoeSizes, chosen: int, quantised: bool, dtype: torch.dtype) -> None:
         self._sizes, self._chosen, self._dtype = sizes, chosen, dtype
         self._gate, self._bias, self._image_bias = pack_linear(p.gate), p.bias, p.bias_vl
-        self._bank = pack_experts(p.w13, p.w2)
+        self._bank = pack_experts(p.w13, p.w2, p.gate.shape[0])
         self._shared_gate_up, self._shared_down = pack_linear(p.shared_w13), pack_linear(p.shared_w2)
         self._rounding = activation_rounding(p.shared_w13.shape[-1], quantised)
         self._form = FP8_ROWS if activation_rounding(p.shared_w2.shape[-1], quantised) else None
