@@ -97,6 +97,10 @@ class RankGroupError(DeepInferError, RuntimeError):
     """The ranks of a group did not agree on a step: one failed, is lost or late, or is configured differently; every rank is told."""
 
 
+class GroupStepFailedError(RankGroupError):
+    """A step failed on one rank of a group, whose log says why; no rank has that step, and the group goes on."""
+
+
 class TransferError(DeepInferError, RuntimeError):
     """KV of a sequence cannot be loaded or saved now; nothing was taken."""
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from deepinfer.engine.data_parallel.group_engine import GroupEngine
     from deepinfer.engine.engine import Engine
     from deepinfer.engine.step_log import EngineMetrics
 
@@ -106,10 +107,8 @@ class LLM:
             trust_remote_code=trust_remote_code,
             **settings,
         )
-        from deepinfer.engine.engine import Engine
-
         with _load_bar() as progress:
-            self._engine: Engine | None = Engine(self.config, progress)
+            self._engine: Engine | GroupEngine | None = _start_engine(self.config, progress)
         try:
             text = load_text_side(self.config, self._engine.resolved)
         except BaseException:
@@ -123,7 +122,7 @@ class LLM:
         self._streams: set[str] = set()  # requests whose outputs a stream() iterator takes
         self._turn = threading.RLock()  # one turn of one thread
         self._process = os.getpid()
-        self.max_num_seqs: int = self._engine.run.max_num_seqs
+        self.max_num_seqs: int = self._engine.max_num_seqs
 
     # What it is
 
@@ -142,7 +141,7 @@ class LLM:
         return self._turn
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | GroupEngine:
         """The engine underneath. Raises EngineDeadError after :meth:`close`."""
         if self._engine is None:
             raise EngineDeadError("this LLM is closed; create another one")
@@ -291,8 +290,11 @@ class LLM:
 
     def _following(self, request: EngineRequest, made: PreparedGrammar) -> EngineRequest:
         """The request with its grammar, which this process knows how to read afterwards."""
-        SHELF.learn(self._grammars.vocabulary)
-        SHELF.warm(made.grammar)
+        if (learn := getattr(self.engine, "learn", None)) is not None:  # of an engine whose matchers are in other processes
+            learn(self._grammars.vocabulary)
+        else:
+            SHELF.learn(self._grammars.vocabulary)
+            SHELF.warm(made.grammar)
         return replace(request, grammar=made.grammar)
 
     def _prepare(
@@ -546,6 +548,17 @@ class RequestStream(Iterator[RequestOutput]):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _start_engine(config: EngineConfig, progress: Callable[[int, int], None] | None) -> Engine | GroupEngine:
+    """One engine here, or one in each of several processes."""
+    if config.data_parallel_size > 1:
+        from deepinfer.engine.data_parallel.group_engine import GroupEngine
+
+        return GroupEngine(config)
+    from deepinfer.engine.engine import Engine
+
+    return Engine(config, progress)
 
 
 def _progress(total: int, wanted: bool) -> Any:

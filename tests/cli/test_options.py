@@ -14,7 +14,7 @@ from deepinfer.sampling import SamplingParams
 
 ALIASES = {"gpu_memory_utilization"}  # a second spelling of --kv-memory-fraction
 # A command runs one whole engine; halves of one are set where both are started (`PrefillDecodePair`).
-OF_A_PAIR = {"engine_type", "kv_transfer", "kv_transfer_address", "kv_transfer_token", "handover_lease"}
+OF_A_PAIR = {"rank", "engine_type", "kv_transfer", "kv_transfer_address", "kv_transfer_token", "handover_lease"}
 SECRETS = {"kv_store_token"}  # a command line is for everybody to see; environment variables are not
 # seed is the engine option of that name; a command prints text; structured outputs have a table of their own
 NOT_OFFERED = {"seed", "detokenize", "structured_outputs"}

@@ -48,7 +48,8 @@ impl PythonError for GroupError {
         match self {
             Self::Mixed => "ConfigError",
             Self::Order(_) => "StepOrderError",
-            Self::Failed | Self::Lost(_) | Self::Malformed { .. } | Self::Mismatch { .. } => "RankGroupError",
+            Self::Failed => "GroupStepFailedError",
+            Self::Lost(_) | Self::Malformed { .. } | Self::Mismatch { .. } => "RankGroupError",
         }
     }
 }

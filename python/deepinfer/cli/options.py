@@ -87,6 +87,13 @@ ENGINE_OPTIONS = (
     Option("kv_prefetch", "whether a request waits for KV from the store (default: timeout)", str, ("best_effort", "wait", "timeout")),
     Option("kv_prefetch_timeout", "seconds after which it is computed instead (default: 5)", float),
     Option("kv_prefetch_min_tokens", "fewest tokens worth a fetch (default: 128)", int),
+    Option(
+        "data_parallel_size",
+        "engines that share the requests, on GPUs one each (default: 1)",
+        int,
+        flags=("--data-parallel", "--data-parallel-size"),
+    ),
+    Option("expert_parallel", "spread a model's experts over these engines; the answer stays the same", negatable=False),
     Option("seed", "makes sampling repeatable", int),
     Option("speculative", "propose drafts and keep what is right; the answer stays the same", str, ("ngram", "dspark", "off")),
     Option("num_draft_tokens", "most drafts of a sequence and step (default: 4 by prompt lookup, all of the model's stages)", int),

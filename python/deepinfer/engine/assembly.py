@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from deepinfer import _core
+from deepinfer.distributed import spread_experts
 from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
+from deepinfer.engine.data_parallel.membership import Membership
 from deepinfer.engine.hooks import EngineHooks
 from deepinfer.engine.kv_store import StoredSlices, StorePlan, StoreTraffic, open_tier, plan_store
 from deepinfer.engine.model_options import block_tokens, configure_model, drafting_of
@@ -61,6 +63,7 @@ class Assembly:
         speculative: drafting as it holds for the model, ``None`` = none.
         paged, state: the model's groups.
         plan: KV pools; ``swap``: host memory for preempted sequences; ``snapshots``, ``slices``: for states and slices of them.
+        group: this process's part in a group of ranks; ``None`` without one.
         store, tier: what holds for the KV store, and itself; ``None`` without one.
     """
 
@@ -76,6 +79,7 @@ class Assembly:
     swap: SwapPlan
     snapshots: SnapshotPlan
     slices: SlicePlan
+    group: Membership | None = None
     store: StorePlan | None = None
     tier: BlockTier | None = None
 
@@ -208,6 +212,7 @@ class Assembly:
             self.swap.pages,
             self.swap.slots,
             self.snapshots.places,
+            None if self.group is None else self.group.experts,
         )
 
     def make_slices(
@@ -271,13 +276,19 @@ def assemble(
         ConfigError, CapacityError, ModelNotFoundError, UnsupportedModelError, CheckpointError: see `Engine`.
     """
     run = config.resolve()
+    if config.rank is None and config.data_parallel_size > 1:
+        raise ConfigError("an Engine is one rank; LLM and AsyncLLM start data_parallel_size of them")
     run.platform.prepare(run.num_threads)
     sync_guard.configure(enabled=not environ.get("DEEPINFER_DISABLE_SYNC_GUARD"))
     resolved = resolve_model(config.model, config.revision, config.load_format)
     _check_quantization(config.quantization, resolved)
     weights = weight_bytes(resolved, run.dtype)
     check_weights(run, weights)
-    model = load_model(resolved, run.dtype, run.device, config.load_format, config.seed, progress)
+    group = None if config.rank is None else Membership(config.rank, run.device)
+    with spread_experts(None if group is None else group.experts):
+        model = load_model(resolved, run.dtype, run.device, config.load_format, config.seed, progress)
+    if group is not None and group.experts is not None and not group.experts.banks:
+        raise ConfigError(f"expert_parallel: {config.model} has no experts to spread over the ranks; leave it out")
     speculative = drafting_of(config, model)
     options = configure_model(config, model, _max_draft(speculative), _device_drafts(speculative) > 0)
     paged, state = checked_groups(model, block_tokens(config, model))
@@ -286,7 +297,7 @@ def assemble(
     snapshots = plan_snapshots(config, run, plan, state)
     has_store = config.kv_store is not None or store is not None
     kept = plan_slices(config, state, slices, modest_bytes(run) if has_store else 0)
-    made = Assembly(config, run, resolved, model, speculative, options, paged, state, plan, swap, snapshots, kept)
+    made = Assembly(config, run, resolved, model, speculative, options, paged, state, plan, swap, snapshots, kept, group)
     layout = made.layout()
     made.store = plan_store(config, layout, state, hit_rule(config, options, state), store)
     if not run.quiet:

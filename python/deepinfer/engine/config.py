@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from deepinfer.engine import environ
+from deepinfer.engine.data_parallel.place import RankPlace
 from deepinfer.errors import ConfigError, UnsupportedFormatError
 from deepinfer.models.base import CacheForm, TablePlace, Truncation
 from deepinfer.platforms import Platform, get_platform
@@ -25,6 +26,7 @@ HitPolicy = Literal["exact", "replay"]
 Prefetch = Literal["best_effort", "wait", "timeout"]
 StoreWrite = Literal["on_finish", "write_through"]
 STORE_ADDRESSES = ("dir:PATH", "tcp://HOST:PORT[,HOST:PORT...]", "unix:PATH", "agent:PATH")
+MOST_RANKS = 1024
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 QUANTIZATIONS = ("fp8", "gguf")
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -93,6 +95,9 @@ class EngineConfig:
             is then computed; ``best_effort`` for nothing: what has come when its turn comes is used. Nobody else waits.
         kv_prefetch_timeout: seconds.
         kv_prefetch_min_tokens: a store is asked for nothing that saves fewer tokens to compute.
+        data_parallel_size: engines of one model that share the requests, a process each and on GPUs a GPU each.
+        expert_parallel: spread the experts of the model's layers over these engines, which then step together; results are the same.
+        rank: which of them this is; set by what starts them.
         seed: start of the seeds of requests that bring none.
         load_format: ``auto``, ``safetensors``, ``gguf``, or ``dummy`` (random weights from a configuration alone).
         trust_remote_code: refused.
@@ -167,6 +172,9 @@ class EngineConfig:
     kv_prefetch: Prefetch = "timeout"
     kv_prefetch_timeout: float = 5.0
     kv_prefetch_min_tokens: int = 128
+    data_parallel_size: int = 1
+    expert_parallel: bool = False
+    rank: RankPlace | None = None
     seed: int = 0
     load_format: LoadFormat = "auto"
     trust_remote_code: bool = False
@@ -236,6 +244,7 @@ class EngineConfig:
         self._check_memory()
         self._check_role()
         self._check_store()
+        self._check_ranks()
         _ = self.speculative_settings
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and seqs > tokens:
@@ -314,6 +323,25 @@ class EngineConfig:
             raise ConfigError(f"kv_prefetch_timeout must be between 0.001 and 3600 seconds, got {seconds!r}")
         if not isinstance(least, int) or isinstance(least, bool) or least < 0:
             raise ConfigError(f"kv_prefetch_min_tokens must be an integer of at least 0, got {least!r}")
+
+    def _check_ranks(self) -> None:
+        size = self.data_parallel_size
+        _positive("data_parallel_size", size, most=MOST_RANKS)
+        if not isinstance(self.expert_parallel, bool):
+            raise ConfigError(f"expert_parallel must be True or False, got {self.expert_parallel!r}")
+        if size == 1:
+            if self.expert_parallel:
+                raise ConfigError("expert_parallel spreads experts over several engines; give data_parallel_size of at least 2")
+            return
+        if self.engine_type != "normal":
+            raise ConfigError(f"several ranks of engine_type {self.engine_type!r} are not served; leave data_parallel_size out")
+        if self.kv_store is not None and self.kv_store.startswith("dir:"):
+            raise ConfigError(
+                f"kv_store={self.kv_store!r} belongs to one process, and there are {size}; "
+                "start `deepinfer kvstore serve` on that folder and give its address"
+            )
+        if str(self.device).startswith("cuda:"):
+            raise ConfigError(f"device {self.device!r} is one GPU, and there are {size} ranks; use device='cuda' for one each")
 
     def _check_memory(self) -> None:
         _gib("swap_space_gib", self.swap_space_gib)

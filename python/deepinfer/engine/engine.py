@@ -35,10 +35,10 @@ from deepinfer.errors import (
     ConfigError,
     EmptyPromptError,
     EngineDeadError,
+    GroupStepFailedError,
     HandoverError,
     InvalidRequestError,
     PromptTooLongError,
-    RankGroupError,
     StepFailedError,
 )
 from deepinfer.kvcache.block_tier import BlockTier
@@ -49,6 +49,10 @@ from deepinfer.sampling import TrafficClass
 from deepinfer.worker.device_queue import StepTimes
 from deepinfer.worker.sampling_state import RowSampling
 from deepinfer.worker.step import StepResult
+
+_AWAKE_ROUNDS = 4
+_NAP = 0.5
+"""Seconds that a rank without work rests at a time, once its group has had none for so many rounds."""
 
 
 class Engine(EngineHooks):
@@ -87,7 +91,7 @@ class Engine(EngineHooks):
         self.model: Model = made.model
         self.speculative = made.speculative
         self.plan, self.swap, self.snapshots = made.plan, made.swap, made.snapshots
-        self.max_model_len = self.plan.max_model_len
+        self.max_model_len, self.max_num_seqs = self.plan.max_model_len, self.run.max_num_seqs
         self.vocab_size = self.model.vocab_size
         self.images = image_processor(self.model)
         self.counters = EngineCounters()
@@ -108,9 +112,12 @@ class Engine(EngineHooks):
         self._process = os.getpid()
         self._idle = False
         self._layout = made.layout()
+        self._group, self._naps = made.group, 0
         self._role = make_role(config, self._core, self._runner, self, self._layout, self.run.max_num_seqs, self._bell)
         self._answers = Answers(self._core, self._grammars, self._role, self._store, made.num_slots)
         self.init_pd_split()
+        if self._group is not None:
+            self._group.enter(self._core)
         gc.collect()
         gc.freeze()  # weights and modules live for the process: later collections need not walk them
 
@@ -237,6 +244,8 @@ class Engine(EngineHooks):
         over has not come back."""
         if self._closed or self.fault is not None:
             return False
+        if self._group is not None:
+            return True  # every rank makes every step
         return bool(self._answers.by_handle) or self._loop.in_flight > 0 or (self._role is not None and self._role.busy)
 
     def rest(self) -> tuple[int, float] | None:
@@ -244,6 +253,8 @@ class Engine(EngineHooks):
         the seconds after which to step anyway. ``None``: step on."""
         if self._closed or self._forked or not self._idle:
             return None
+        if self._group is not None:
+            return self._nap()
         waits = [self._role.rest()] if self._role is not None else []
         if self._store is not None and self._store.waiting:
             waits.append(self._store.rest())
@@ -254,6 +265,19 @@ class Engine(EngineHooks):
         if lease is not None:
             seconds = min(seconds, max(lease - time.monotonic_ns(), 0) / 1e9)
         return self._bell.fd, seconds
+
+    def _nap(self) -> tuple[int, float] | None:
+        """A rank rests when nobody in the group has had anything to run for some rounds: a rank with work needs the others for more
+        than one."""
+        if self._answers.by_handle or not self._core.is_group_asleep():
+            self._naps = 0
+            return None
+        self._naps += 1
+        return None if self._naps < _AWAKE_ROUNDS else (self._bell.fd, _NAP)
+
+    def wake(self) -> None:
+        """Another rank of the group has got work."""
+        self._naps = 0
 
     def tend(self) -> tuple[int, float] | None:
         """While there is nothing to step for: moves on what is still to be stored. Gives a descriptor that becomes readable when there is
@@ -272,7 +296,6 @@ class Engine(EngineHooks):
         is no ``Exception``) aborts everything, leaves an empty engine, and is raised again.
 
         Raises:
-            RankGroupError: the ranks of a group do not agree; nothing has changed here.
             EngineDeadError: the engine is closed, or a fault outside of a step's own work ended it and its requests (see ``fault``).
         """
         self._check_open()
@@ -283,8 +306,8 @@ class Engine(EngineHooks):
             news = self._move_handovers() + self._loop.advance()
             self._log.tick()
             return news
-        except RankGroupError:
-            raise
+        except GroupStepFailedError:
+            return []  # the rank that failed has told its requests; all ranks go on
         except Exception as e:
             self._die(e)
             raise EngineDeadError(str(self.fault)) from e
@@ -302,6 +325,9 @@ class Engine(EngineHooks):
 
     def _give_up(self) -> None:
         """Aborts everything; a core that cannot even do that is at its end. What interrupts it changes nothing: everything ends anyway."""
+        if self._group is not None:  # a step would need the other ranks
+            self._answers.clear()
+            return
         try:
             self.abort_all()
         except Exception as e:
@@ -373,6 +399,9 @@ class Engine(EngineHooks):
     def step_failed(self, error: StepFailedError) -> list[SequenceDelta]:
         """The step's sequences have ended; the core released their KV, nothing of it was published."""
         self.last_failure = error
+        if self._group is not None and self._group.experts is not None:
+            # The others are in the middle of the exchanges of that step, this rank no longer is.
+            raise EngineDeadError(f"{error}; the ranks exchange rows within a step, so it ends the group") from error
         return self._answers.deltas(str(error))
 
     def flushed(self) -> list[SequenceDelta]:
@@ -431,6 +460,8 @@ class Engine(EngineHooks):
             EmptyPromptError, PromptTooLongError, TokenOutOfRangeError: bad ids; the batch is not disturbed.
         """
         self._check_open()
+        if self._group is not None and self._group.experts is not None:
+            raise InvalidRequestError("logits() runs on one rank, and the experts are spread over several; leave expert_parallel out")
         ids = [int(i) for i in token_ids]
         if not ids:
             raise EmptyPromptError("logits needs at least one token id")
@@ -468,7 +499,7 @@ class Engine(EngineHooks):
         if self._closed or self._forked:  # a fork has nothing that could end: neither threads nor a device
             self._closed = True
             return
-        if self.fault is None:
+        if self.fault is None and self._group is None:
             with suppress(EngineDeadError):  # a core that stopped after a fault has nothing to abort
                 self.abort_all()
         self._closed = True
@@ -483,6 +514,8 @@ class Engine(EngineHooks):
         self._runner.close()
         self._core.close()
         self._bell.close()
+        if self._group is not None:
+            self._group.leave()
         del self._loop, self._answers, self._grammars, self._role, self._store, self._runner, self.model
         gc.unfreeze()
         gc.collect()

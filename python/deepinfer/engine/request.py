@@ -154,6 +154,9 @@ class EngineLike(Protocol):
     def take_over(self, record: bytes, grammar: Callable[[], Grammar] | None = None) -> None:
         """Goes on with a request that a prompt engine handed over. Raises as ``add_request`` does, or HandoverError."""
 
+    def wake(self) -> None:
+        """Of a rank of a group: another one has got work. Others have nothing to do."""
+
     def core_counts(self) -> _core.Counts:
         """Blocks and state slots by state."""
 

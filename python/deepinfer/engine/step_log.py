@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from deepinfer import _core
 
@@ -159,6 +159,27 @@ class EngineMetrics:
             store=dict(store or {}),
             grammars=dict(grammars or {}),
         )
+
+    @classmethod
+    def together(cls, ranks: Sequence[EngineMetrics]) -> EngineMetrics:
+        """Of several engines: sums, and of the parts of times the means over device and host time."""
+        device, host = sum(r.device_time.sum_ns for r in ranks), sum(r.host_time.sum_ns for r in ranks)
+        made = {f.name: _sum([getattr(r, f.name) for r in ranks]) for f in fields(cls) if f.name not in ("bubble", "overlap")}
+        bubble = sum(r.bubble * r.device_time.sum_ns for r in ranks) / device if device else 0.0
+        overlap = sum(r.overlap * r.host_time.sum_ns for r in ranks) / host if host else 0.0
+        return cls(**made, bubble=bubble, overlap=overlap)
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """Of values of one shape: numbers, and what holds numbers."""
+    first = values[0]
+    if isinstance(first, Times):
+        return Times(_sum([v.counts for v in values]), sum(v.sum_ns for v in values))
+    if isinstance(first, dict):
+        return {key: _sum([v.get(key, 0) for v in values]) for key in dict.fromkeys(k for v in values for k in v)}
+    if isinstance(first, tuple):
+        return tuple(_sum(part) for part in zip(*values, strict=True))
+    return sum(values)
 
 
 _line_open: Callable[[], bool] | None = None

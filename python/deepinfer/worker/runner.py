@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deepinfer.distributed import ExpertGroup
+from deepinfer.kernels.linear import row_bucket, row_quantum
 from deepinfer.models.base import Model, PagedGroup, StatefulModel, StateGroup
 from deepinfer.models.contract import check_hidden
 from deepinfer.platforms import to_device
@@ -84,6 +86,7 @@ class ModelRunner:
         queue: runs the device half.
         host_pages: host pages of each paged group for swapping, empty = none; ``host_slots``: host slots of state.
         snapshot_places: host places for snapshots of states.
+        experts: the ranks that the model's experts are spread over, if they are.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class ModelRunner:
         host_pages: Sequence[int] = (),
         host_slots: int = 0,
         snapshot_places: int = 0,
+        experts: ExpertGroup | None = None,
     ) -> None:
         self.model, self.device, self.queue = model, device, queue
         self._pinned, self._lookup, self._restore = pinned, lookup, restore
@@ -138,6 +142,7 @@ class ModelRunner:
         self._prompts: dict[int, RowSampling] = {}
         self._images = ImageRows()
         self._last: Step | None = None
+        self._experts = experts
 
     # Launching: host preparation here, device work through the queue
 
@@ -324,6 +329,8 @@ class ModelRunner:
         table = None if self._drafts is None else self._drafts.table
         step.batch, step.sampled = self.inputs.build(step.slot, step.header, before, step.counts, table)
         step.batch.images = [replace(piece, row=piece.row - step.header.cut) for piece in step.images] if step.header.cut else step.images
+        if self._experts is not None:
+            self._experts.begin(row_bucket(step.header.agreed_rows, row_quantum(self.device)))
         step.hidden = self.model.forward(step.batch, self.kv.tensors)
         check_hidden(self.model, step.hidden, step.header.rows - step.header.cut)
         for piece in step.pieces:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.async_engine.child import EngineChild
-from deepinfer.engine.async_engine.front import ENGINE, HANG_TIMEOUT, AsyncFront, check_hang_timeout
+from deepinfer.engine.async_engine.front import ENGINE, GROUP_ENGINE, HANG_TIMEOUT, AsyncFront, check_hang_timeout
 from deepinfer.engine.async_engine.line import EngineLine
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.request import EngineRequest
@@ -55,7 +55,11 @@ class AsyncLLM(AsyncFront):
         c = self.config
         resolved = resolve_model(c.model, revision=c.revision, load_format=c.load_format)
         check_hang_timeout(hang_timeout)
-        self._line = EngineLine(wire.Start(c, ENGINE, registrations()), hang_timeout=hang_timeout, has_work=lambda: len(self._outputs) > 0)
+        self._line = EngineLine(
+            wire.Start(c, ENGINE if c.data_parallel_size == 1 else GROUP_ENGINE, registrations()),
+            hang_timeout=hang_timeout,
+            has_work=lambda: len(self._outputs) > 0,
+        )
         try:
             self._text = load_text_side(c, resolved)
         except BaseException:

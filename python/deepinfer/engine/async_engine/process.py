@@ -70,6 +70,11 @@ class EngineLoop:
         """Ends the loop after the step in work; also the SIGTERM handler."""
         self._open = False
 
+    def is_left(self) -> bool:
+        """Whether the front has gone or told the process to end."""
+        self._read()
+        return not self._open
+
     def first(self) -> Any:
         """Waits for the first message; ``None`` if the front has gone."""
         while self._open and not self._commands:
@@ -120,6 +125,8 @@ class EngineLoop:
             case wire.Learn(vocabulary):
                 SHELF.expect(vocabulary.fingerprint)
                 self._beside.do(lambda: SHELF.learn(vocabulary))
+                if (learn := getattr(engine, "learn", None)) is not None:  # of an engine whose matchers are in other processes
+                    learn(vocabulary)
             case wire.Warm(call, grammar):
                 self._beside.do(lambda: _warm(call, grammar))
             case wire.Abort(request_id):
@@ -138,6 +145,8 @@ class EngineLoop:
                     self.send(wire.Measured(call, engine.metrics()))
                 except Exception as e:  # a model's own counters; nothing that the steps need
                     self.send(wire.Measured(call, None, wire.ErrorData.of(e)))
+            case wire.Wake():
+                engine.wake()
             case wire.Close():
                 self.stop()
 
@@ -259,13 +268,15 @@ def serve(sock: socket.socket) -> int:
     loop.beat = start.beat
     try:
         engine = build(start)
-        run = getattr(engine, "run", None)
         signal.signal(signal.SIGTERM, loop.stop)  # until here it ends us at once
-        images = getattr(engine, "images", None)
-        loop.send(wire.Ready(engine.max_model_len, engine.vocab_size, getattr(run, "max_num_seqs", 0), images))
+        images, plan = getattr(engine, "images", None), getattr(engine, "plan", None)
+        sizes = (engine.max_model_len, engine.vocab_size, getattr(engine, "max_num_seqs", 0))
+        loop.send(wire.Ready(*sizes, images, 0 if plan is None else plan.tokens))
         loop.run(engine)
         return 0
     except BaseException as e:
+        if engine is not None and loop.is_left():
+            return 0  # the ranks of a group do not end in one moment, and whoever started them wants nothing any more
         loop.send(wire.Died(wire.ErrorData.of(e)))
         if engine is not None:
             raise  # a fault in a running engine: the trace belongs on stderr

@@ -144,6 +144,11 @@ class Measure:
 
 
 @dataclass(slots=True)
+class Wake:
+    """To a rank of a group: another one has got work, do not rest."""
+
+
+@dataclass(slots=True)
 class Close:
     """End the process."""
 
@@ -177,6 +182,7 @@ class Ready:
     vocab_size: int
     max_num_seqs: int
     images: ImageProcessor | None = None  # of a model that takes them
+    kv_tokens: int = 0  # that its KV holds
 
 
 @dataclass(slots=True)

@@ -1,0 +1,372 @@
+"""Several ranks as one engine: what `deepinfer.engine.request.EngineLike` says, by processes of which each has an engine.
+
+Owns: the ranks' processes, which of them has which request, and what the end of one of them means. Never touches: text, tensors.
+
+The ranks act as one, so the end of one is the end of the group: the others are ended, and every request is told which it was and how.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from deepinfer.engine.async_engine import wire
+from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.data_parallel.balancer import Balancer, FewestTokens, RankLoad
+from deepinfer.engine.data_parallel.place import RankPlace
+from deepinfer.engine.data_parallel.rank_line import RankLine
+from deepinfer.engine.request import EngineRequest, SequenceDelta
+from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, InvalidRequestError
+from deepinfer.models import resolve_model
+from deepinfer.models.registry import registrations
+from deepinfer.platforms import get_platform
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from deepinfer import _core
+    from deepinfer.engine.step_log import EngineMetrics
+    from deepinfer.structured.vocabulary import Vocabulary
+
+ENGINE = "deepinfer.engine.engine:Engine"
+_STEP_TIMEOUT = 300.0
+"""Longest wait of a rank for another within a step, seconds; the end of its process is noticed at once."""
+_FELLOWS = 0.2
+"""Time that each rank is given to be seen to have ended, once one has told of an error."""
+_CALL_TIMEOUT = 60.0
+"""Longest wait for the answer to a question, seconds."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request and where it is."""
+
+    rank: int
+    request: EngineRequest
+    unfinished: set[int]
+    tokens: int  # that count against its rank
+
+
+class GroupEngine:
+    """Engines of ``config.data_parallel_size`` ranks, each in a process of its own, driven by calls of :meth:`step` from one thread.
+
+    Args:
+        config: settings of every rank; a device ``cuda`` gives each rank a GPU of its own.
+        balancer: which rank gets a request.
+
+    Attributes:
+        run: settings of a rank as they hold on this machine.
+        resolved: as of `deepinfer.engine.engine.Engine`; ``max_model_len`` and ``max_num_seqs`` are those of all ranks together.
+        fault: why the group has ended by itself; ``None`` while it works.
+
+    Raises:
+        ConfigError, CapacityError, ...: what a rank found while it loaded, the rank named.
+    """
+
+    def __init__(self, config: EngineConfig, balancer: Balancer | None = None) -> None:
+        self.config = config
+        self.resolved = resolve_model(config.model, config.revision, config.load_format)
+        self.fault: EngineDeadError | None = None
+        self._balancer: Balancer = balancer or FewestTokens()
+        self._flights: dict[str, _Flight] = {}
+        self._news: list[SequenceDelta] = []
+        self._answers: dict[int, Any] = {}
+        self._calls = 0
+        self._told: set[str] = set()
+        self._folder = tempfile.mkdtemp(prefix="deepinfer-ranks-")
+        self._ranks: list[RankLine] = []
+        self._poll = select.epoll()
+        self._process = os.getpid()
+        self._closed = False
+        try:
+            self._start()
+            ready = self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        self.max_model_len = min(r.max_model_len for r in ready)
+        self.vocab_size = ready[0].vocab_size
+        self.max_num_seqs = sum(r.max_num_seqs for r in ready)
+        self.run = config.resolve()
+        self.images = ready[0].images
+        self.loads = [RankLoad(r.kv_tokens, r.max_num_seqs) for r in ready]
+
+    def _start(self) -> None:
+        configs = rank_configs(self.config, str(Path(self._folder) / "meet"))
+        for number, config in enumerate(configs):
+            line = RankLine(f"rank {number} of {len(configs)}", wire.Start(config, ENGINE, registrations()))
+            self._ranks.append(line)
+            self._poll.register(line.fileno(), select.EPOLLIN)
+
+    def _wait_until_ready(self) -> list[wire.Ready]:
+        ready: dict[int, wire.Ready] = {}
+        while len(ready) < len(self._ranks):
+            self._poll.poll(1.0)
+            for number, line in enumerate(self._ranks):
+                line.flush()
+                for message in line.receive():
+                    if isinstance(message, wire.Ready):
+                        ready[number] = message
+        return [ready[number] for number in range(len(self._ranks))]
+
+    # What it is
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [line.child.pid for line in self._ranks]
+
+    # Requests
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queues a request with one of the ranks.
+
+        Raises:
+            InvalidRequestError: its id is in use. What its rank finds wrong with it comes as its end, with the error.
+            EngineDeadError: the group has ended.
+        """
+        self._check_open()
+        if request.request_id in self._flights:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
+        tokens, answers = len(request.prompt_ids), len(request.seeds)
+        message = wire.Add.of(request)
+        rank = self._balancer.choose(self.loads, tokens, answers)
+        if not self._flights:  # the ranks may rest, and whoever has work waits for all
+            for number, line in enumerate(self._ranks):
+                if number != rank:
+                    line.send(wire.Wake())
+        self._flights[request.request_id] = _Flight(rank, request, set(range(answers)), tokens)
+        self.loads[rank].tokens += tokens
+        self.loads[rank].requests += answers
+        self._ranks[rank].send(message)
+
+    def take_over(self, record: bytes, grammar: Any = None) -> NoReturn:
+        """Ranks of a group take nothing over."""
+        raise ConfigError("an engine of several ranks does not take sequences over; leave data_parallel_size out of a pair")
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Tells every rank a vocabulary, once, before requests come whose grammars belong to it."""
+        if vocabulary.fingerprint not in self._told:
+            self._told.add(vocabulary.fingerprint)
+            for line in self._ranks:
+                line.send(wire.Learn(vocabulary))
+
+    def abort(self, request_id: str) -> None:
+        """Ends all answers of a request at once; no delta of it follows. Unknown and finished ids are ignored."""
+        if (flight := self._flights.get(request_id)) is not None and not self._closed:
+            self._ranks[flight.rank].send(wire.Abort(request_id))
+            self._forget(request_id)
+            self._news = [delta for delta in self._news if delta.request_id != request_id]
+
+    def stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
+        """Ends one answer after its first ``num_tokens`` tokens, because a stop string was found; no delta of it follows."""
+        if (flight := self._flights.get(request_id)) is not None and index in flight.unfinished and not self._closed:
+            self._ranks[flight.rank].send(wire.StopAt(request_id, index, num_tokens))
+            self._end(request_id, index)
+
+    def has_unfinished(self) -> bool:
+        """Whether a request has not ended, or there is something to tell."""
+        return not self._closed and self.fault is None and bool(self._flights or self._news)
+
+    # Turns
+
+    def step(self) -> list[SequenceDelta]:
+        """What the ranks have told since the last turn; does not wait for more.
+
+        Raises:
+            EngineDeadError: a rank has ended, and with it the group.
+        """
+        self._check_open()
+        self._read()
+        news, self._news = self._news, []
+        return news
+
+    def rest(self) -> tuple[int, float] | None:
+        """After a turn without news: a descriptor that becomes readable when a rank has told something, and the seconds after which to
+        look anyway."""
+        if self._closed or self.fault is not None or os.getpid() != self._process:
+            return None
+        return self._poll.fileno(), 0.01 if any(line.lags for line in self._ranks) else 1.0
+
+    def wake(self) -> None:
+        """Nothing: who starts the ranks wakes them."""
+
+    def tend(self) -> tuple[int, float] | None:
+        """While there is nothing to step for: notices the end of a rank. As :meth:`rest`.
+
+        Raises:
+            EngineDeadError: a rank has ended.
+        """
+        if not self._closed:
+            self._check_open()
+            self._read()
+        return self.rest()
+
+    def _read(self) -> None:
+        for number, line in enumerate(self._ranks):
+            try:
+                line.flush()
+                for message in line.receive():
+                    self._hear(number, message)
+            except DeepInferError as e:
+                self._die(e)
+                raise EngineDeadError(str(self.fault)) from e
+
+    def _hear(self, rank: int, message: Any) -> None:
+        match message:
+            case wire.Deltas(deltas):
+                for delta in deltas:
+                    flight = self._flights.get(delta.request_id)
+                    if flight is None or delta.index not in flight.unfinished:
+                        continue  # on its way when it was aborted or stopped
+                    made = len(delta.new_token_ids)
+                    flight.tokens += made
+                    self.loads[rank].tokens += made
+                    self._news.append(delta)
+                    if delta.finish_reason is not None:
+                        self._end(delta.request_id, delta.index)
+            case wire.Rejected(request_id, error):
+                if (flight := self._flights.get(request_id)) is not None:
+                    for index in sorted(flight.unfinished):
+                        self._news.append(SequenceDelta(request_id, index, []).failed(error.exception()))
+                    self._forget(request_id)
+            case wire.LogitsDone(call) | wire.Counted(call) | wire.Measured(call):
+                self._answers[call] = message
+
+    def _end(self, request_id: str, index: int) -> None:
+        flight = self._flights[request_id]
+        flight.unfinished.discard(index)
+        self.loads[flight.rank].requests -= 1
+        if not flight.unfinished:
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        flight = self._flights.pop(request_id)
+        load = self.loads[flight.rank]
+        load.tokens -= flight.tokens
+        load.requests -= len(flight.unfinished)
+
+    # Questions
+
+    def _ask(self, question: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
+        """Sends a question to ranks and waits for their answers."""
+        self._check_open()
+        calls = []
+        for rank in ranks:
+            self._calls += 1
+            calls.append(self._calls)
+            self._ranks[rank].send(question(self._calls))
+        end = time.monotonic() + _CALL_TIMEOUT
+        while not all(call in self._answers for call in calls):
+            if time.monotonic() > end:
+                raise EngineDeadError(f"no answer from a rank within {_CALL_TIMEOUT:g} s")
+            self._poll.poll(0.05)
+            self._read()
+        return [self._answers.pop(call) for call in calls]
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """As of an engine, by rank 0. Raises InvalidRequestError where experts are spread: such a forward needs all ranks."""
+        if self.config.expert_parallel:
+            raise InvalidRequestError("logits() runs on one rank, and the experts are spread over several; leave expert_parallel out")
+        ids = [int(i) for i in token_ids]
+        done: wire.LogitsDone = self._ask(lambda call: wire.Logits(call, ids), [0])[0]
+        if done.error is not None:
+            raise done.error.exception()
+        assert done.values is not None
+        return done.values
+
+    def core_counts(self) -> _core.Counts:
+        """Blocks and state slots of rank 0; see :meth:`rank_counts`."""
+        return self.rank_counts()[0]
+
+    def rank_counts(self) -> list[_core.Counts]:
+        """Blocks and state slots of every rank by state."""
+        return [done.counts for done in self._ask(wire.Count, range(len(self._ranks)))]
+
+    def metrics(self) -> EngineMetrics:
+        """Everything that is counted, of all ranks together; see :meth:`rank_metrics`."""
+        from deepinfer.engine.step_log import EngineMetrics
+
+        return EngineMetrics.together(self.rank_metrics())
+
+    def kv_identity(self) -> NoReturn:
+        """Names of KV are those of an engine alone."""
+        raise ConfigError("the names of KV are the same with one engine; leave data_parallel_size out")
+
+    def trace(self, steps: int, path: Path) -> NoReturn:
+        """A trace is of one process's steps."""
+        raise ConfigError("a trace shows the steps of one engine, and there are several; leave data_parallel_size out for one")
+
+    def rank_metrics(self) -> list[EngineMetrics]:
+        """Everything that each rank counts."""
+        return [done.metrics for done in self._ask(wire.Measure, range(len(self._ranks)))]
+
+    # Faults and the end
+
+    def _die(self, error: DeepInferError) -> None:
+        """The end of one rank is the end of all. Ranks that stepped with it fail, too, and may be heard first."""
+        killed = next((line for line in self._ranks if line.was_killed(_FELLOWS)), None)
+        if killed is not None:
+            error = EngineDeadError(f"the process of {killed.name} {killed.child.how_it_ended()}")
+        said = f"{error}; the ranks of a group step together, so it has ended with {len(self._flights)} unfinished requests"
+        self.fault = EngineDeadError(said)
+        self.fault.__cause__ = error
+        for line in self._ranks:
+            line.child.kill(signal.SIGKILL)
+        self._flights.clear()
+        self._news.clear()
+
+    def close(self) -> None:
+        """Ends every rank; idempotent. Blocks until they have ended."""
+        if self._closed or os.getpid() != self._process:
+            self._closed = True
+            return
+        self._closed = True
+        for line in self._ranks:
+            line.child.hang_up()
+        for line in self._ranks:  # one that waits for another is not left waiting
+            line.child.kill(signal.SIGTERM)
+        for line in self._ranks:
+            line.child.end(2.0)
+        self._flights.clear()
+        self._poll.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineDeadError(f"the ranks belong to process {self._process}, of which this one is a fork; create another engine here")
+        if self._closed:
+            raise EngineDeadError("the engine is closed; create another one")
+        if self.fault is not None:
+            raise EngineDeadError(f"{self.fault}; create another one")
+
+
+def rank_configs(config: EngineConfig, meet: str) -> list[EngineConfig]:
+    """Settings of each rank. Raises ConfigError where there are fewer GPUs than ranks."""
+    size = config.data_parallel_size
+    platform = config.resolve().platform
+    found = []
+    for rank in range(size):
+        place = RankPlace(rank, size, meet, config.expert_parallel, _STEP_TIMEOUT)
+        changes: dict[str, Any] = {"rank": place}
+        if platform.name == "cuda":
+            changes["device"] = f"cuda:{rank}"
+            get_platform(changes["device"])
+        else:
+            # The ranks share one machine.
+            changes["num_threads"] = config.num_threads or max(1, (os.cpu_count() or 1) // size)
+            if config.kv_memory_fraction is None and config.num_kv_blocks is None:
+                changes["kv_memory_fraction"] = changes["gpu_memory_utilization"] = 0.5 / size
+        if rank:
+            changes["quiet"] = True
+        found.append(replace(config, **changes))
+    return found

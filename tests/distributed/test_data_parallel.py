@@ -1,0 +1,248 @@
+"""Engines of several processes that act as one: the answers of one rank, and nobody left behind when a rank ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import deepinfer
+import engine_kit
+from deepinfer import LLM, AsyncLLM, SamplingParams
+from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.data_parallel.balancer import FewestTokens, RankLoad
+from deepinfer.engine.data_parallel.group_engine import GroupEngine
+from deepinfer.errors import ConfigError, EngineDeadError, InvalidRequestError
+from deepinfer.models.deepseek_v41.make_checkpoint import make_checkpoint
+from process_kit import gone
+
+TINY = Path(__file__).resolve().parents[1] / "data" / "deepseek_v41" / "tiny.json"
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "num_kv_blocks": 24, "max_num_batched_tokens": 128, "num_threads": 1,
+    "quiet": True, "swap_space_gib": 0, "state_snapshot_gib": 0,
+}  # fmt: skip
+Answer = tuple[list[int], list[dict[int, float]]]
+
+
+@pytest.fixture(scope="module")
+def llama() -> str:
+    return engine_kit.tiny_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def v41(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("ranks") / "v41"
+    make_checkpoint(json.loads(TINY.read_text(encoding="utf-8")), directory, seed=3)
+    return str(directory)
+
+
+def work() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
+    """Prompts of very different lengths, some of which begin alike, drawn and greedy."""
+    random = np.random.RandomState(0)
+    shared = random.randint(10, 300, 150).tolist()
+    prompts = [random.randint(10, 300, n).tolist() for n in (5, 90, 1, 200)]
+    prompts += [[*shared, *random.randint(10, 300, n).tolist()] for n in (3, 40, 100)]
+    params = [
+        SamplingParams(temperature=(0, 0.8)[i % 2], seed=i, max_tokens=4 + 2 * i, ignore_eos=True, detokenize=False, logprobs=20)
+        for i in range(len(prompts))
+    ]
+    return [{"prompt_token_ids": prompt} for prompt in prompts], params
+
+
+def answers(llm: LLM) -> list[Answer]:
+    """Tokens, and log-probabilities to the last bit."""
+    found = []
+    for output in llm.generate(*work(), use_tqdm=False):
+        answer = output.outputs[0]
+        assert answer.finish_reason == "length" and answer.logprobs is not None
+        found.append((answer.token_ids, [{token: p.logprob for token, p in position.items()} for position in answer.logprobs]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[..., list[Answer]]:
+    """What one rank answers, by model and settings."""
+    known: dict[str, list[Answer]] = {}
+
+    def ask(model: str, **settings: Any) -> list[Answer]:
+        key = repr((model, sorted(settings.items())))
+        if key not in known:
+            with LLM(model, **settings) as llm:
+                known[key] = answers(llm)
+        return known[key]
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "settings"),
+    [
+        ("v41", 2, {}),
+        ("v41", 4, {}),
+        ("v41", 2, {"zero_overhead": False, "enable_prefix_caching": False, "yoco_prefill_truncation": "compact"}),
+        ("v41", 2, {"speculative": "dspark"}),
+        ("llama", 4, {"block_size": 16, "num_kv_blocks": 100, "speculative": "ngram", "ngram_min": 1}),
+    ],
+    ids=["2", "4", "serial-compact", "drafts", "dense"],
+)
+def test_several_ranks_give_the_answers_of_one(
+    alone: Callable[..., list[Answer]], request: pytest.FixtureRequest, model: str, ranks: int, settings: dict[str, Any]
+) -> None:
+    path, settings = request.getfixturevalue(model), {**SETTINGS, **settings}
+    with LLM(path, **settings, data_parallel_size=ranks, expert_parallel=model == "v41") as llm:
+        assert answers(llm) == alone(path, **settings)
+        assert answers(llm) == alone(path, **settings), "behind cached prefixes"
+        engine = llm.engine
+        assert isinstance(engine, GroupEngine)
+        metrics = engine.rank_metrics()
+        assert all(m.totals["output_tokens"] > 0 for m in metrics), "every rank had some of them"
+        rounds = [{kind: count for kind, count in m.votes.items() if kind != "idle"} for m in metrics]  # they rest by their own clocks
+        assert all(votes == rounds[0] for votes in rounds) and rounds[0]["decode"] > 0 == rounds[0]["error"]
+        assert all(load.tokens == load.requests == 0 for load in engine.loads)
+        for counts in engine.rank_counts():
+            assert not any(c["held"] for c in [*counts["groups"], counts["slots"]])
+
+
+def test_one_long_answer_beside_an_empty_rank(llama: str) -> None:
+    """300 steps in which the other rank has nothing: it makes them all, and gets in the way of nothing that comes later."""
+    long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True, detokenize=False)
+    prompt = {"prompt_token_ids": [7, 8, 9]}
+    settings = {**SETTINGS, "block_size": 16, "num_kv_blocks": 100}
+    with LLM(llama, **settings) as llm:
+        want = llm.generate(prompt, long, use_tqdm=False)[0].outputs[0].token_ids
+    with LLM(llama, **settings, data_parallel_size=2) as llm:
+        time.sleep(3)  # the ranks have gone to rest by then
+        assert llm.generate(prompt, long, use_tqdm=False)[0].outputs[0].token_ids == want
+        assert isinstance(llm.engine, GroupEngine)
+        busy, empty = sorted(llm.engine.rank_metrics(), key=lambda m: m.totals["output_tokens"], reverse=True)
+        assert busy.totals["output_tokens"] == 300 and empty.totals["output_tokens"] == 0
+        assert empty.steps["dummy"] >= 299 and empty.totals["steps"] == busy.totals["steps"]
+        assert all(c["held"] == c["cached"] == 0 for c in llm.engine.rank_counts()[1]["groups"]), "dummy rows go to the null block"
+
+
+def test_what_was_aborted_is_gone_from_every_rank(llama: str) -> None:
+    settings = {**SETTINGS, "block_size": 16, "num_kv_blocks": 100}
+    with LLM(llama, **settings, data_parallel_size=2) as llm:
+        engine = llm.engine
+        assert isinstance(engine, GroupEngine)
+        for nth in range(6):
+            llm.add_request({"prompt_token_ids": [nth + 1] * 50}, SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False))
+        assert [load.requests for load in engine.loads] == [3, 3]
+        for _ in range(5):
+            llm.step()
+        for request_id in list(engine._flights):
+            llm.abort(request_id)
+        assert [(load.tokens, load.requests) for load in engine.loads] == [(0, 0), (0, 0)]
+        end = time.monotonic() + 10
+        while any(c["held"] for counts in engine.rank_counts() for c in [*counts["groups"], counts["slots"]]):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert llm.logits([1, 2, 3]).shape[0] == 3
+
+
+def test_grammars_reach_the_ranks() -> None:
+    pytest.importorskip("xgrammar")
+    form = SamplingParams(temperature=1.0, seed=1, max_tokens=8, structured_outputs={"regex": "(ab|cd){4,}"})
+    with LLM("smollm2", load_format="dummy", dtype="float32", max_model_len=64, num_kv_blocks=8, quiet=True, data_parallel_size=2) as llm:
+        outputs = llm.generate(["one", "two", "three"], form, use_tqdm=False)
+    for output in outputs:
+        assert re.fullmatch("(ab|cd)*[ac]?", output.outputs[0].text) and len(output.outputs[0].text) > 3
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_the_end_of_a_rank_is_told_and_leaves_nobody(v41: str) -> None:
+    async def run() -> None:
+        async with AsyncLLM(v41, **SETTINGS, data_parallel_size=2, expert_parallel=True) as llm:
+            engine = llm.engine_pid
+            ranks = children(engine)
+            assert len(ranks) == 2
+            with pytest.raises(InvalidRequestError, match="experts are spread"):
+                await llm.logits([1, 2, 3])
+
+            async def ask(number: int) -> None:
+                params = SamplingParams(max_tokens=480, ignore_eos=True, detokenize=False)
+                async for output in llm.generate({"prompt_token_ids": [number + 1] * 9}, params):
+                    if number == 0 and len(output.outputs[0].token_ids) == 5:
+                        os.kill(ranks[1], signal.SIGKILL)
+
+            begin = time.monotonic()
+            told = await asyncio.gather(*(ask(number) for number in range(3)), return_exceptions=True)
+            assert time.monotonic() - begin < 60
+            for error in told:
+                assert isinstance(error, EngineDeadError), told
+                assert "rank 1 of 2 was killed by SIGKILL" in str(error) and "group" in str(error)
+            assert not llm.is_running
+            assert all(gone(pid, 10) for pid in (*ranks, engine))
+
+    asyncio.run(run())
+
+
+def test_ranks_end_with_a_parent_that_was_killed(llama: str, tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from deepinfer import LLM\n"
+        f"llm = LLM({llama!r}, **{SETTINGS!r}, block_size=16, data_parallel_size=2)\n"
+        "print(*llm.engine.pids, flush=True); time.sleep(60)"
+    )
+    path = os.pathsep.join([str(Path(deepinfer.__file__).parent.parent), *sys.path])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}
+    )
+    try:
+        assert parent.stdout is not None
+        ranks = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(ranks) == 2
+        parent.kill()
+        assert all(gone(pid, 10) for pid in ranks)
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_requests_go_where_there_is_room_and_least_to_do() -> None:
+    rule = FewestTokens()
+    assert rule.choose([RankLoad(1000, 4), RankLoad(1000, 4)], 10, 1) == 0
+    assert rule.choose([RankLoad(1000, 4, 50, 1), RankLoad(1000, 4, 40, 3)], 10, 1) == 1
+    assert rule.choose([RankLoad(1000, 4, 50, 2), RankLoad(1000, 4, 50, 1)], 10, 1) == 1
+    # the one with fewer tokens has no lane, or no room in its KV
+    assert rule.choose([RankLoad(1000, 4, 50, 4), RankLoad(1000, 4, 400, 1)], 10, 1) == 1
+    assert rule.choose([RankLoad(1000, 4, 50, 2), RankLoad(1000, 4, 400, 1)], 10, 3) == 1
+    assert rule.choose([RankLoad(100, 4, 50, 1), RankLoad(1000, 4, 400, 1)], 60, 1) == 1
+    # nobody has room
+    assert rule.choose([RankLoad(100, 4, 90, 1), RankLoad(100, 4, 80, 1)], 60, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size must be an integer of at least 1"),
+        ({"expert_parallel": True}, "give data_parallel_size of at least 2"),
+        ({"data_parallel_size": 2, "engine_type": "prompt"}, "leave data_parallel_size out"),
+        ({"data_parallel_size": 2, "kv_store": "dir:/tmp/x"}, "belongs to one process"),
+        ({"data_parallel_size": 2, "device": "cuda:0"}, "use device='cuda'"),
+    ],
+    ids=range(5),
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig.from_args("smollm2", **settings)
+
+
+def test_what_a_rank_finds_wrong_while_loading_is_told(llama: str) -> None:
+    before = set(children(os.getpid()))
+    with pytest.raises(ConfigError, match=r"rank \d of 2: .*has no experts to spread"):
+        LLM(llama, **SETTINGS | {"block_size": 16}, data_parallel_size=2, expert_parallel=True)
+    assert set(children(os.getpid())) <= before
