@@ -65,13 +65,12 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def until(self, expression: str, seconds: float = SECONDS) -> Any:
-        """Waits until a script gives something true; gives that."""
+    def until(self, expression: str, seconds: float = SECONDS) -> None:
+        """Waits until a script gives something true."""
         end = time.monotonic() + seconds
-        while not (found := self.value(expression)):
+        while not self.value(f"Boolean({expression})"):
             assert time.monotonic() < end, (expression, self.problems, self.value("document.body.innerText"))
             time.sleep(0.02)
-        return found
 
     def type(self, selector: str, text: str) -> None:
         """Writes into a field as a keyboard does."""

@@ -73,7 +73,7 @@ def _observe(state: ServerState) -> None:
     """Counts, traces and logs calls."""
     metrics = ServerMetrics(state, state.settings.vllm_metric_names)
     state.parts["metrics"] = metrics
-    state.gap = metrics.front.gap
+    state.first_token, state.gap = metrics.front.first_token, metrics.front.gap
     state.observers += [metrics.front.observe, log_call]
     state.closers.append(metrics.close)
     spans = tracing(state.settings.otlp_traces_endpoint, state.model_name)

@@ -134,6 +134,8 @@ def _note(record: PromptRecord, output: RequestOutput) -> None:
 
 def _note_gaps(call: Call, record: PromptRecord, output: RequestOutput) -> None:
     now = time.monotonic()
+    if not record.last_token and output.metrics.first_token_time:
+        call.state.first_token(max(0.0, output.metrics.first_token_time - call.record.started))
     for answer in output.outputs:
         if answer.token_ids:
             if (before := record.last_token.get(answer.index)) is not None:

@@ -27,7 +27,8 @@ class ServerState:
         calls: that are being answered.
         draining: no new work is taken in.
         observers: called with the record of every call at its end; must neither raise nor block.
-        gap: called with the seconds and the number of tokens for each output of a stream behind its first; must neither raise nor block.
+        first_token: called with the seconds to the first token of each stream, when it comes.
+        gap: called with the seconds and the number of tokens for each further output of a stream. Both must neither raise nor block.
         closers: called once when the server ends; they may block for a moment.
         parts: what other modules keep for the life of the server, by their own names.
     """
@@ -41,6 +42,7 @@ class ServerState:
         self.calls: set[Call] = set()
         self.draining = False
         self.observers: list[Callable[[CallRecord], None]] = []
+        self.first_token: Callable[[float], None] = lambda seconds: None
         self.gap: Callable[[float, int], None] = lambda seconds, tokens: None
         self.closers: list[Callable[[], None]] = []
         self.parts: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 Owns: these metrics and how a finished call is added to them. Never touches: the engine's counters, sockets.
 
-A call is counted once, at its end; only the gaps between tokens are counted as outputs come, once for each output. With
+A call is counted once, at its end; only times to first tokens and gaps between tokens are counted as outputs come, once for each. With
 ``PROMETHEUS_MULTIPROC_DIR`` set before this module is imported, the values of all front processes lie in that folder and are
 added up by whoever is scraped.
 """
@@ -129,6 +129,10 @@ class FrontMetrics:
             c.labels(model) for c in (self._prompt_tokens, self._cached_tokens, self._generation_tokens, self._reruns)
         )
 
+    def first_token(self, seconds: float) -> None:
+        """The first token of a stream came, so long after its request."""
+        self._first_token.observe(seconds)
+
     def gap(self, seconds: float, tokens: int) -> None:
         """``tokens`` of an answer came ``seconds`` after what came before them."""
         self._gap.observe_many(seconds / tokens, tokens)
@@ -168,7 +172,8 @@ class FrontMetrics:
         if not times.first_token_time:
             return
         self._answer_length.observe(prompt.completion_tokens)
-        self._first_token.observe(max(0.0, times.first_token_time - record.started))
+        if not prompt.last_token:  # of a stream it was counted when it came
+            self._first_token.observe(max(0.0, times.first_token_time - record.started))
         if (queued := times.time_in_queue) is not None:
             self._queue.observe(queued)
             self._prefill.observe(max(0.0, times.first_token_time - times.first_scheduled_time))

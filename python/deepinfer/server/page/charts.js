@@ -13,8 +13,8 @@ const CHARTS = [
   ["Tokens per second", ["out", "in"], (s) => [s.rate("output_tokens_total"), s.rate("prefill_tokens_total")], count, 10],
   ["Requests", ["running", "waiting"], (s) => [s.now.sum("running"), s.now.sum("waiting")], count, 4],
   ["KV cache", ["used", "hits"], (s) => [s.now.most("kv_usage_ratio"), s.share("hit_tokens_total", "asked_tokens_total")], percent, 1],
-  ["Time to first token", ["p50", "p99"], (s) => quantiles(s, "time_to_first_token_seconds"), time, 0.01],
-  ["Time between tokens", ["p50", "p99"], (s) => quantiles(s, "inter_token_latency_seconds"), time, 0.01],
+  ["First token", ["p50", "p99"], (s) => quantiles(s, "time_to_first_token_seconds"), time, 0.01],
+  ["Between tokens", ["p50", "p99"], (s) => quantiles(s, "inter_token_latency_seconds"), time, 0.01],
   ["Device", ["bubble", "host hidden"], (s) => [bubble(s), s.share("host_hidden_seconds_total", "step_host_seconds_sum")], percent, 1],
   ["Drafts accepted", ["of drafted"], (s) => [s.share("accepted_total", "drafted_total")], percent, 1],
 ];

@@ -28,10 +28,13 @@ function tell(text, kind) {
   by("state").className = `state ${kind}`;
 }
 
+let lacksKey = false; // what the server said to the key that is there, or to none
+
 async function findModel() {
   try {
     const answer = await fetch("v1/models", { headers: settings.headers() });
-    if (answer.status === 401 || answer.status === 403) {
+    lacksKey = answer.status === 401 || answer.status === 403;
+    if (lacksKey) {
       tell("needs an API key", "down");
       openSettings(true);
       by("key").focus();
@@ -42,6 +45,7 @@ async function findModel() {
     chat.model = models.data[0].id;
     by("model").textContent = chat.model;
     document.title = `${chat.model} · DeepInfer`;
+    tell("serving", "up");
   } catch (error) {
     tell("no answer from the server", "down");
   }
@@ -50,7 +54,7 @@ async function findModel() {
 const charts = new Charts(by("charts"), settings, (seen) => {
   by("metrics-error").hidden = seen.error === null;
   by("metrics-error").textContent = seen.error ?? "";
-  if (seen.up === null) return;
+  if (seen.up === null || (seen.up && lacksKey)) return;
   tell(seen.up ? "serving" : "the engine has stopped", seen.up ? "up" : "down");
   if (seen.up && !chat.model) findModel();
 });
