@@ -19,6 +19,10 @@ from deepinfer.engine.request import EngineRequest, TokenLogprobs
 from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.outputs import CompletionOutput, FinishReason, Logprob, PositionLogprobs
 from deepinfer.server.conversation import AnswerParser, Content, Piece, Reasoning, ToolCallArguments, ToolCallStart
+from deepinfer.structured import bindings
+from deepinfer.structured.compiler import Compiler
+from deepinfer.structured.screen import screen
+from deepinfer.structured_outputs import StructuredOutputs
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TEMPLATE = (
@@ -146,3 +150,18 @@ def answering(app: Any, *answers: Sequence[int], finish: str = "stop", cached: i
         app.front.feed(request.request_id, [ids[at]], last, index=index, logprobs=told, cached_tokens=cached)
 
     app.front.on_submit = start
+
+
+def follows(form: StructuredOutputs, ids: list[int], compiler: Compiler, vocabulary: Any) -> str:
+    """ "whole", "begun", or the place where a token is not let through."""
+    job = screen(form)
+    data = compiler.compile(job.kind, job.source, dict(job.options)).data
+    b = bindings.load()
+    matcher = b.GrammarMatcher(b.CompiledGrammar.deserialize_json(data.decode(), vocabulary.info()))
+    for place, token in enumerate(ids):
+        row = np.full(-(-vocabulary.size // 32), -1, np.int32)
+        matcher.fill_next_token_bitmask(row)
+        if not row[token // 32] >> (token % 32) & 1:
+            return f"no {place}"
+        assert matcher.accept_token(token)
+    return "whole" if matcher.is_completed() else "begun"

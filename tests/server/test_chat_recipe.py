@@ -12,6 +12,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 import chat_kit as kit
+from deepinfer.engine.grammars import vocabulary_of
+from deepinfer.engine.text_side import TextSide
 from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.errors import ConfigError
 from deepinfer.sampling import SamplingParams
@@ -19,6 +21,7 @@ from deepinfer.server.chat.recipe import RecipeBackend, missing_tokens
 from deepinfer.server.conversation import Content as Said
 from deepinfer.server.conversation import Conversation, Reasoning, Rendered, Tool, ToolChoice
 from deepinfer.server.errors import BadRequestError
+from deepinfer.structured.compiler import Compiler
 
 BOS, EOS, USER, ASSISTANT, OPEN, CLOSE, DSML, SYSTEM = 0, 1, 128803, 128804, 128821, 128822, 128825, 128000
 TOOL = Tool("weather", "of a city", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
@@ -47,7 +50,7 @@ def ids(made: Rendered) -> list[int]:
     return list(made.prompt["prompt_token_ids"])  # type: ignore[index, call-overload, union-attr]
 
 
-def text(made: Rendered) -> str:
+def text_of(made: Rendered) -> str:
     return vocabulary().decode(ids(made), skip_special_tokens=False)
 
 
@@ -69,14 +72,16 @@ CALLED = [("call", 0, "weather", '{"city": "Par\\n\\"is", "days": 3}'), ("call",
 
 
 def test_thinking_and_effort_are_in_the_prompt() -> None:
-    assert text(rendered(user())).endswith("<｜Assistant｜><think>") and "Effort: 75" in text(rendered(user()))
-    assert text(rendered(user(), thinking=False)).endswith("hi<｜Assistant｜></think>")
-    assert text(rendered(user(), template_kwargs={"thinking": False})).endswith("</think>")
-    assert "Effort: 100" in text(rendered(user(), effort="max")) and "Effort: 50" in text(rendered(user(), thinking=True, effort="low"))
+    assert text_of(rendered(user())).endswith("<｜Assistant｜><think>") and "Effort: 75" in text_of(rendered(user()))
+    assert text_of(rendered(user(), thinking=False)).endswith("hi<｜Assistant｜></think>")
+    assert text_of(rendered(user(), template_kwargs={"thinking": False})).endswith("</think>")
+    assert "Effort: 100" in text_of(rendered(user(), effort="max")) and "Effort: 50" in text_of(
+        rendered(user(), thinking=True, effort="low")
+    )
 
 
 def test_what_the_package_refuses_is_served() -> None:
-    said = text(rendered({"role": "developer", "content": "be brief"}, user(), thinking=False))
+    said = text_of(rendered({"role": "developer", "content": "be brief"}, user(), thinking=False))
     assert said == "<｜begin▁of▁sentence｜><｜System｜>be brief<｜User｜>hi<｜Assistant｜></think>"
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     history = (
@@ -84,19 +89,19 @@ def test_what_the_package_refuses_is_served() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "sunny", "tool_call_id": "c"},
     )
-    assert "<tool_result>sunny</tool_result>" in text(rendered(*history))
+    assert "<tool_result>sunny</tool_result>" in text_of(rendered(*history))
     params = SamplingParams(n=3, logit_bias={"5": 1}, presence_penalty=1, top_k=4, temperature=0.2, stop=["x"])
     made = rendered(user(), params=params)
     assert (made.params.n, made.params.logit_bias, made.params.top_k, made.params.temperature) == (3, {5: 1.0}, 4, 0.2)
     assert (made.params.stop, made.params.detokenize) == ((), False)
     # A call may be required of a model that reasons first.
-    assert text(rendered(user(), thinking=True, tools=(TOOL,), tool_choice=ToolChoice("required"))).endswith("<think>")
+    assert text_of(rendered(user(), thinking=True, tools=(TOOL,), tool_choice=ToolChoice("required"))).endswith("<think>")
 
 
 def test_an_assistants_last_message_is_continued() -> None:
     last = {"role": "assistant", "content": "So", "reasoning_content": "hm"}
     made = rendered(user(), last, continue_final_message=True)
-    assert text(made).endswith("<think>hm</think>So")
+    assert text_of(made).endswith("<think>hm</think>So")
     assert kit.told(kit.taken(made.parser(), kit.outputs(answer(" it is")))) == [("content", " it is")]
     inside = rendered(user(), {**last, "content": ""}, continue_final_message=True)
     assert kit.told(kit.taken(inside.parser(), kit.outputs(answer(" ah</think>x")))) == [("reasoning", " ah"), ("content", "x")]
@@ -188,6 +193,31 @@ def test_marks_that_are_only_spelled_end_nothing() -> None:
         p = rendered(user(), tools=(TOOL,)).parser()
         said = kit.told(kit.taken(p, kit.outputs(drawn, cuts)))
         assert said == [("reasoning", "so </think> is text"), ("content", f"ok <think> {CALL}")] and not p.called_tools
+
+
+def test_calls_and_forms_are_held_to_by_grammars_that_know_the_formats_tokens() -> None:
+    tokenizer = vocabulary()
+    known = vocabulary_of(TextSide(tokenizer, None, (EOS,), {}, 0), tokenizer.vocab_size)
+    compiler = Compiler(known)
+    held = Tool(TOOL.name, "", {**TOOL.parameters, "required": ["city"]}, strict=True)
+
+    def verdict(spelling: str, params: SamplingParams = PARAMS, **values: Any) -> str:
+        form = rendered(user(), params=params, **values).params.form
+        assert form is not None
+        return kit.follows(form, tokenizer.encode(spelling, add_special_tokens=False), compiler, known).split()[0]
+
+    required = {"tools": (held,), "tool_choice": ToolChoice("required")}
+    for text, expected in ((f"hm</think>\n\n{CALL}", "whole"), ("hm</think>hello", "no"), ("hm <think>", "no"), ("hm", "begun")):
+        assert verdict(text, **required) == expected, text
+    assert verdict(f"\n\n{CALL}", thinking=False, **required) == "whole"
+    assert verdict(f"\n\n{CALL}", thinking=False, **{**required, "tool_choice": ToolChoice("required", parallel=False)}) == "no"
+    assert verdict(f"hm</think>well {CALL}", tools=(held,)) == "whole" and verdict("hm</think>hello", tools=(held,)) == "whole"
+    assert verdict(f"</think>{CALL.replace('city', 'town')}", tools=(held,)) == "no"
+    number = SamplingParams(structured_outputs={"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}})
+    assert verdict('hm</think>\n\n{"a": 1}', number) == "whole" and verdict("hm</think>no", number) == "no"
+    assert verdict('{"a": 1}', number, thinking=False) == "whole"
+    assert verdict(f"hm</think>\n\n{CALL}", number, tools=(held,)) == "whole"
+    assert "schema" in text_of(rendered(user(), params=number))
 
 
 def test_images_are_data_urls_for_models_that_take_them() -> None:

@@ -33,4 +33,8 @@ def vocabulary_of(text: TextSide, vocab_size: int) -> Vocabulary:
     if tokenizer is None:
         raise GrammarError("structured outputs need the texts of tokens, and this model came without a tokenizer; pass tokenizer=")
     count = max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    return Vocabulary.of(tokenizer.token_bytes, count, vocab_size, tokenizer.control_tokens.values(), text.eos_ids)
+    control = tokenizer.control_tokens
+    marks = [
+        i for name, i in control.items() if name not in tokenizer.special_token_texts
+    ]  # around reasoning and calls, in models that know these
+    return Vocabulary.of(tokenizer.token_bytes, count, vocab_size, control.values(), text.eos_ids, marks)

@@ -2,7 +2,8 @@
 
 Owns: the vocabulary as plain data, and its form for xgrammar. Never touches: encoding, text of answers.
 
-Control tokens have no text here: a matcher that knew their spelling would let them through wherever a string may stand.
+Control tokens have no text here: a matcher that knew their spelling would let them through wherever a string may stand. Those that a
+structural tag may name by their id (a matcher never lets a token without bytes through, even then) have bytes that no text has.
 """
 
 from __future__ import annotations
@@ -40,14 +41,28 @@ class Vocabulary:
         object.__setattr__(self, "fingerprint", h.hexdigest())
 
     @classmethod
-    def of(cls, token_bytes: Callable[[int], bytes], count: int, size: int, control: Iterable[int], stop_ids: Iterable[int]) -> Vocabulary:
+    def of(
+        cls,
+        token_bytes: Callable[[int], bytes],
+        count: int,
+        size: int,
+        control: Iterable[int],
+        stop_ids: Iterable[int],
+        marks: Iterable[int] = (),
+    ) -> Vocabulary:
         """Of a tokenizer with ``count`` tokens and a model with ``size`` columns of logits.
 
-        ``control``: tokens that are not text; ``stop_ids`` are not either.
+        ``control``: tokens that are not text; ``stop_ids`` are not either. ``marks``: those of them that a structural tag may name by id.
         """
         stops = tuple(sorted({i for i in stop_ids if 0 <= i < size}))
         blank = {*control, *stops}
-        return cls(tuple(b"" if i in blank else token_bytes(i) for i in range(min(count, size))), size, stops)
+        named = {*marks} - {*stops}
+
+        def text(i: int) -> bytes:
+            # No character of UTF-8 begins with 0xFF, so that no string, class of characters or expression matches it.
+            return b"\xff%d" % i if i in named else b"" if i in blank else token_bytes(i)
+
+        return cls(tuple(text(i) for i in range(min(count, size))), size, stops)
 
     def info(self) -> Any:
         """The same as xgrammar's ``TokenizerInfo``; 0.1 to 0.4 s for 129,280 tokens."""

@@ -22,6 +22,9 @@ from deepinfer.errors import ConfigError
 from deepinfer.sampling import SamplingParams
 from deepinfer.server import fresh
 from deepinfer.server.chat.answer import Answer, AnswerRules
+from deepinfer.server.chat.bits import Mark
+from deepinfer.server.chat.constraints import BREAKS, form_format, reasoning_format
+from deepinfer.server.chat.dsml import dsml_format
 from deepinfer.server.chat.template import tool_json
 from deepinfer.server.conversation import (
     AnswerParser,
@@ -33,8 +36,10 @@ from deepinfer.server.conversation import (
     TokenLogprob,
     ToolCallArguments,
     ToolCallStart,
+    ToolChoice,
 )
 from deepinfer.server.errors import BadRequestError
+from deepinfer.structured_outputs import StructuredOutputs
 
 Version = Literal["v4", "v4_1"]
 VERSIONS: Mapping[str, Version] = {"DeepseekV4ForCausalLM": "v4", "DeepseekV41ForCausalLM": "v4_1"}
@@ -82,6 +87,7 @@ class RecipeBackend:
                 f"the tokenizer has no control token {missing[0]}, which the DeepSeek chat format needs; use --chat-backend template"
             )
         self._recipe: Any = recipe
+        self._version = version
         self._tokenizer, self._eos, self._takes_images = tokenizer, frozenset(eos_ids), takes_images
         self._for_recipe = recipe.Tokenizer.from_str(tokenizer.backend.to_str())
         encoding = recipe.DeepseekV41Encoding() if version == "v4_1" else recipe.DeepseekV4Encoding()
@@ -122,7 +128,27 @@ class RecipeBackend:
             processor = self._recipe.StreamProcessor(generator, options, self._for_recipe)
             return Answer(rules, RecipeParser(self._recipe, processor, self._thought_ids, inside=inside, parallel=c.tool_choice.parallel))
 
-        return Rendered(prompt, rules.engine_params(), parser)
+        return Rendered(prompt, self._constrained(c, rules.engine_params(), inside), parser)
+
+    def _constrained(self, c: Conversation, params: SamplingParams, inside: bool) -> SamplingParams:
+        """The sampling values with what tools and form ask of the answer."""
+        calls = c.tools if c.tool_choice.mode != "none" else ()
+        form = params.form
+        if not calls and (form is None or not inside):
+            return params
+        parts: list[dict[str, Any]] = []
+        if calls:
+            choice = ToolChoice("required", parallel=c.tool_choice.parallel) if form is not None else c.tool_choice
+            parts.append(dsml_format(self._version, c.tools, choice if c.tool_choice.name is None else c.tool_choice))
+        if form is not None and c.tool_choice.mode != "required":
+            parts.append(form_format(form))
+        answer = parts[0] if len(parts) == 1 else {"type": "or", "elements": parts}
+        if inside:
+            opening, closing = (Mark(text, i) for text, i in zip(("<think>", "</think>"), self._thought_ids, strict=True))
+            first = reasoning_format(opening, closing, inside=True)
+            answer = {"type": "sequence", "elements": [first, *([BREAKS] if form is not None else []), answer]}
+        tag = {"type": "structural_tag", "format": answer}
+        return params.clone(structured_outputs=StructuredOutputs(structural_tag=tag, strict=form is not None and form.strict))
 
     def _converted(self, c: Conversation, params: SamplingParams) -> Any:
         body: dict[str, Any] = {"model": _MODEL, "messages": [_message(m, place) for place, m in enumerate(c.messages)]}
@@ -139,9 +165,14 @@ class RecipeBackend:
         if c.effort is not None and thinking is not False:
             body["reasoning_effort"] = c.effort
         if c.tools and c.tool_choice.mode != "none":
-            body["tools"] = [{**tool_json(t), "function": {**tool_json(t)["function"], "strict": t.strict or None}} for t in c.tools]
+            body["tools"] = [tool_json(t) for t in c.tools]  # strict ones are held to by grammar, with every schema that it can hold to
         if params.logprobs is not None:
             body["logprobs"] = True
+        form = params.form
+        if form is not None and form.kind == "json":  # the prompt shows the schema, as the model was trained
+            schema = json.loads(form.json) if isinstance(form.json, str) else form.json
+            if isinstance(schema, dict):
+                body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         try:
             return self._recipe.ChatCompletionRequest(json.dumps(body)).convert(self._options)
         except self._recipe.ConversionError as e:

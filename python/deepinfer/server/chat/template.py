@@ -20,6 +20,7 @@ from deepinfer.server import fresh
 from deepinfer.server.chat import tool_calls
 from deepinfer.server.chat.answer import Answer, AnswerRules, MarkedParser
 from deepinfer.server.chat.bits import Mark
+from deepinfer.server.chat.constraints import constrained, reasoning_format
 from deepinfer.server.chat.reasoning import ReasoningParser
 from deepinfer.server.chat.tool_calls import ToolCallParser
 from deepinfer.server.conversation import AnswerParser, Conversation, Rendered, Tool
@@ -119,7 +120,11 @@ class TemplateBackend:
             marks = {m.id: m for m in used if m.id is not None}
             return Answer(rules, MarkedParser(detokenizer, marks, thoughts, tools))
 
-        return Rendered(prompt, rules.engine_params(), parser)
+        first = None
+        if self._thoughts is not None and (inside or c.thinking is not False) and not (c.continue_final_message and not inside):
+            first = reasoning_format(*self._thoughts, inside=inside)
+        engine = constrained(rules.engine_params(), c.tools if calls else (), c.tool_choice, self._calls, first)
+        return Rendered(prompt, engine, parser)
 
     def _messages(self, c: Conversation, calls: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """The messages as the template takes them, and the tools that it is given itself."""

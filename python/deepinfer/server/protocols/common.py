@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from deepinfer.engine.tokenizer import Tokenizer
+from deepinfer.errors import InvalidRequestError
 from deepinfer.sampling import SamplingParams
 from deepinfer.server import shapes
 from deepinfer.server.conversation import Conversation, Effort, TokenLogprob, Tool, ToolChoice
 from deepinfer.server.errors import BadRequestError
 from deepinfer.server.fields import Streaming, typed
 from deepinfer.server.http.call import Call, good_request_id
+from deepinfer.structured.response_format import from_response_format
+from deepinfer.structured_outputs import StructuredOutputs
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MOST_ALTERNATIVES = 20
 
-Form = Mapping[str, Any]
+Form = Mapping[str, Any] | StructuredOutputs
 """What the text of an answer has to be: fields of ``structured_outputs``."""
 
 
@@ -136,8 +139,11 @@ def form(value: Any, at: str, nested: str | None) -> Form | None:
                 raise BadRequestError(f"{where}.schema must be a JSON schema", param=f"{where}.schema")
             strict = typed(inner, "strict", bool, False, f"{where}.")
             return {"json": schema, "strict": strict}
-        case other:
-            raise BadRequestError(f"{at}.type {other!r} is not known; use text, json_object or json_schema", param=f"{at}.type")
+        case _:
+            try:
+                return from_response_format(value)
+            except InvalidRequestError as e:
+                raise BadRequestError(f"{at}: {e}", param=f"{at}.type") from None
 
 
 def asked_form(named: Form | None, at: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class MessagesAnswer:
     def _end(self, news: News) -> None:
         reason = news.finish_reason or "stop"
         self._sequence = news.stop_reason if isinstance(news.stop_reason, str) else None
-        self._reason = "stop_sequence" if reason == "stop" and self._sequence is not None else _REASONS.get(reason, "end_turn")
+        self._reason = "stop_sequence" if reason == "stop" and self._sequence is not None else _REASONS.get(reason, reason)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -135,21 +135,24 @@ class ResponsesAnswer:
         return self._response(self._status(), items)
 
     def _status(self) -> str:
-        return "incomplete" if self._reason in ("length", "abort") else "completed"
+        return {"length": "incomplete", "abort": "incomplete", "so_failed": "failed"}.get(self._reason or "", "completed")
 
     def _item_status(self, index: int) -> str:
-        return self._status() if index == len(self._blocks.all) - 1 else "completed"
+        return "completed" if index < len(self._blocks.all) - 1 or self._status() == "completed" else "incomplete"
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         ended = status != "in_progress"
         details = {"reason": "max_output_tokens" if self._reason == "length" else "content_filter"} if status == "incomplete" else None
+        error = None
+        if status == "failed":
+            error = {"code": "so_failed", "message": "the answer could not be held to the form that was asked for"}
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "background": False,
-            "error": None,
+            "error": error,
             "incomplete_details": details,
             "model": self._request.model,
             "output": output,
