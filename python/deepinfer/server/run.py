@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import gc
 import signal
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -57,13 +58,18 @@ def serve(engine: dict[str, Any], settings: ServerSettings, note: Note) -> int:
     bound = Bound(settings)
     try:
         many_descriptors(settings.max_connections + 256)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            if settings.front_processes > 1:
+                from deepinfer.server.fronts import supervise
+
+                return runner.run(supervise(engine, settings, bound, note))
             return runner.run(_serve(engine, settings, bound, note))
     finally:
         bound.close()
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop; ``None``: Python's own."""
     try:
         import uvloop
     except ImportError:
@@ -71,7 +77,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-class _Signals:
+class Signals:
     """SIGTERM and SIGINT as they come: ``first`` and ``second`` are set by one each."""
 
     def __init__(self) -> None:
@@ -85,13 +91,16 @@ class _Signals:
 
 
 async def _serve(engine: dict[str, Any], settings: ServerSettings, bound: Bound, note: Note) -> int:
-    signals = _Signals()
+    signals = Signals()
     llm = AsyncLLM(**engine)
     try:
-        if not await _before(llm.ready(), signals.first):
+        if not await before(llm.ready(), signals.first):
             note("stopped before the model was loaded")
             return 0
-        return await _serve_ready(llm, settings, bound, signals, note)
+        await serve_ready(
+            llm, settings, bound.socket, signals, note, lambda state: note(listening(bound, state.model_names, llm.max_model_len))
+        )
+        return 0
     finally:
         await llm.aclose()
 
@@ -115,17 +124,20 @@ def http_server(app: Starlette, settings: ServerSettings) -> uvicorn.Server:
     )
 
 
-async def _serve_ready(llm: AsyncLLM, settings: ServerSettings, bound: Bound, signals: _Signals, note: Note) -> int:
+async def serve_ready(
+    llm: AsyncLLM, settings: ServerSettings, listener: socket.socket, signals: Signals, note: Note, ready: Callable[[ServerState], None]
+) -> None:
+    """Serves an engine that is ready, until a signal ends it; ``ready`` is called once clients are answered."""
     set_up(settings.log_format, settings.access_log)
     app = build_app(llm, settings)
     state: ServerState = app.state.server
     server = http_server(app, settings)
-    serving = asyncio.create_task(server.serve([bound.socket]))
+    serving = asyncio.create_task(server.serve([listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
     gc.collect()
     gc.freeze()  # what is loaded stays; collections have less to look at
-    note(f"listening on {bound.url} (model {', '.join(state.model_names)}, {llm.max_model_len} tokens)")
+    ready(state)
     watching = asyncio.create_task(_watch_engine(state, note))
     told = asyncio.create_task(signals.first.wait())
     try:
@@ -139,10 +151,14 @@ async def _serve_ready(llm: AsyncLLM, settings: ServerSettings, bound: Bound, si
             task.cancel()
         for close in state.closers:
             await asyncio.to_thread(close)
-    return 0
 
 
-async def _before(work: Any, event: asyncio.Event) -> bool:
+def listening(bound: Bound, names: Sequence[str], tokens: int) -> str:
+    """The line that says that clients are answered."""
+    return f"listening on {bound.url} (model {', '.join(names)}, {tokens} tokens)"
+
+
+async def before(work: Any, event: asyncio.Event) -> bool:
     """Whether ``work`` ends before ``event`` is set; raises what it raises."""
     task, waiting = asyncio.ensure_future(work), asyncio.create_task(event.wait())
     try:
@@ -157,7 +173,7 @@ async def _before(work: Any, event: asyncio.Event) -> bool:
             task.cancel()
 
 
-async def _drain(state: ServerState, signals: _Signals, note: Note) -> None:
+async def _drain(state: ServerState, signals: Signals, note: Note) -> None:
     """Takes in nothing new; returns when nothing runs any more."""
     state.draining = True
     seconds = state.settings.drain_timeout

@@ -78,6 +78,7 @@ class ServerSettings:
     body_timeout: float = _setting(30.0, "number", "seconds for a request's body to arrive (default: 30)")
     keep_alive_timeout: float = _setting(75.0, "number", "seconds after which a connection without requests is closed (default: 75)")
     ping_interval: float = _setting(15.0, "number", "seconds of silence after which a stream gets a comment line (default: 15)")
+    front_processes: int = _setting(1, "integer", "processes that answer clients, on one port and one engine (default: 1)")
     drain_timeout: float = _setting(30.0, "number", "seconds that running requests are given at SIGTERM (default: 30)")
     protect_metrics: bool = _setting(False, "switch", "ask for a key at /metrics, too")
     vllm_metric_names: bool = _setting(False, "switch", "give the core metrics under vLLM's names as well")
@@ -99,6 +100,7 @@ class ServerSettings:
             ("max_body_bytes", 1, None),
             ("max_json_depth", 1, 500),
             ("max_connections", 1, None),
+            ("front_processes", 1, 64),
         ):
             value = getattr(self, name)
             if not low <= value <= (value if high is None else high):

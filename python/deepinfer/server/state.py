@@ -5,6 +5,7 @@ Owns: :class:`ServerState`. Never touches: routes, sockets.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,9 @@ class ServerState:
         self.settings = settings
         self.model_names = settings.served_model_name or (llm.config.model,)
         self.keys = Keys(settings)
-        self.admission = Admission(max(llm.max_num_seqs, 1) + settings.max_queued_requests, settings.max_tokens_in_flight)
+        share = settings.front_processes  # each process admits its part
+        answers = max(llm.max_num_seqs, 1) + settings.max_queued_requests
+        self.admission = Admission(math.ceil(answers / share), math.ceil(settings.max_tokens_in_flight / share))
         self.calls: set[Call] = set()
         self.draining = False
         self.observers: list[Callable[[CallRecord], None]] = []

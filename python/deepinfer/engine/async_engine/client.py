@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from deepinfer.structured.matcher import ReadyGrammar
 
 
+def engine_start(config: EngineConfig) -> wire.Start:
+    """The first message to a process that is to be the engine of these settings."""
+    from deepinfer.models.registry import registrations
+
+    return wire.Start(config, ENGINE if config.data_parallel_size == 1 else GROUP_ENGINE, registrations())
+
+
 class AsyncLLM(AsyncFront):
     """A model whose engine runs in a process of its own; for use within one event loop.
 
@@ -45,9 +52,10 @@ class AsyncLLM(AsyncFront):
             finds is raised by :meth:`ready`.
     """
 
+    _mark = ""  # tells this front's requests from those of others
+
     def __init__(self, model: str, *, hang_timeout: float = HANG_TIMEOUT, **settings: Any) -> None:
         from deepinfer.models import resolve_model
-        from deepinfer.models.registry import registrations
 
         super().__init__()
         self.config = EngineConfig.from_args(model, **settings)
@@ -55,16 +63,15 @@ class AsyncLLM(AsyncFront):
         c = self.config
         resolved = resolve_model(c.model, revision=c.revision, load_format=c.load_format)
         check_hang_timeout(hang_timeout)
-        self._line = EngineLine(
-            wire.Start(c, ENGINE if c.data_parallel_size == 1 else GROUP_ENGINE, registrations()),
-            hang_timeout=hang_timeout,
-            has_work=lambda: len(self._outputs) > 0,
-        )
+        self._line = self._make_line(engine_start(c), hang_timeout)
         try:
             self._text = load_text_side(c, resolved)
         except BaseException:
             self.close()
             raise
+
+    def _make_line(self, start: wire.Start, hang_timeout: float) -> EngineLine:
+        return EngineLine(start, hang_timeout=hang_timeout, has_work=lambda: len(self._outputs) > 0)
 
     # What it is
 
@@ -80,6 +87,7 @@ class AsyncLLM(AsyncFront):
 
     @property
     def _child(self) -> EngineChild:
+        assert isinstance(self._line.child, EngineChild)
         return self._line.child
 
     async def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
@@ -113,7 +121,7 @@ class AsyncLLM(AsyncFront):
 
     def _submit(self, request: EngineRequest) -> None:
         # An id that its caller uses again must not bring the new request what is still on its way for the old one.
-        key = self._boxes[request.request_id].key = f"{request.request_id}/{next(self._numbers)}"
+        key = self._boxes[request.request_id].key = f"{request.request_id}/{self._mark}{next(self._numbers)}"
         self._line.send(wire.Add.of(replace(request, request_id=key)))
 
     def _cancel(self, request_id: str) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
-from deepinfer.engine.async_engine.child import EngineChild
+from deepinfer.engine.async_engine.child import EngineChild, SharedEngine
 from deepinfer.errors import DeepInferError, EngineDeadError
 
 if TYPE_CHECKING:
@@ -36,10 +36,18 @@ class EngineLine:
         name: what messages call the process.
         hang_timeout: seconds without a sign of life, while there is work, after which the process counts as hung and is killed; 0 = never.
         has_work: whether requests are with the process. Questions of :meth:`call` are work, too.
+        child: the process; left out, it is started.
     """
 
-    def __init__(self, start: wire.Start, name: str = "engine", hang_timeout: float = 0.0, has_work: Callable[[], bool] = bool) -> None:
-        self.child = EngineChild()
+    def __init__(
+        self,
+        start: wire.Start,
+        name: str = "engine",
+        hang_timeout: float = 0.0,
+        has_work: Callable[[], bool] = bool,
+        child: EngineChild | SharedEngine | None = None,
+    ) -> None:
+        self.child = child or EngineChild()
         self._start = replace(start, beat=min(1.0, hang_timeout / 4)) if hang_timeout else start
         self._name = name
         self._hang_timeout, self._has_work = hang_timeout, has_work
@@ -60,7 +68,7 @@ class EngineLine:
     @property
     def alive(self) -> bool:
         """Whether the process runs."""
-        return self.child.process.poll() is None
+        return self.child.alive
 
     async def connect(self) -> wire.Ready:
         """Has the process build its engine; waits until it has.
@@ -106,7 +114,7 @@ class EngineLine:
         except Exception as e:  # nobody would read on, and the callers would wait for ever
             failure = EngineDeadError(f"the front failed on news of the {self._name}: {type(e).__name__}: {e}")
             failure.__cause__ = e
-            self.child.kill()
+            self.child.give_up()
         failure = self._hung or failure
         self.fail_calls(failure or EngineDeadError(f"the {self._name} process has ended"))
         died(failure or EngineDeadError(f"the {self._name} process {await self.how_it_ended()}"))
@@ -193,7 +201,7 @@ class EngineLine:
     def end(self) -> None:
         """Ends the process; blocks until it has."""
         self.child.hang_up()
-        if not self.loaded:
+        if not self.loaded and isinstance(self.child, EngineChild):
             self.child.kill(signal.SIGTERM)  # it may be loading for long
         self.child.end()
 

@@ -1,8 +1,8 @@
 """The engine's process: one thread that reads commands, steps, and sends what there is to tell.
 
 Owns: the loop, and ending with its parent. Never touches: text. Started by `client` as
-``python -m deepinfer.engine.async_engine.process SOCKET_FD LIFELINE_FD PARENT_PID``, where PARENT_PID is 0 if the
-kernel is not to end this process with the thread that started it.
+``python -m deepinfer.engine.async_engine.process SOCKET_FD LIFELINE_FD PARENT_PID [DOOR_FD]``, where PARENT_PID is 0 if the
+kernel is not to end this process with the thread that started it, and further fronts come through the door.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
+from deepinfer.engine.async_engine.connections import Connection, Connections
 from deepinfer.structured import bindings
 from deepinfer.structured.matcher import SHELF
 
@@ -54,15 +55,12 @@ def follow_parent(lifeline: int, parent: int) -> None:
 
 
 class EngineLoop:
-    """Commands in, steps, news out, over one socket that never blocks a step."""
+    """Commands in, steps, news out, over sockets that never block a step."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, door: socket.socket | None = None) -> None:
         self.beat = 1.0
-        sock.setblocking(False)
-        self._sock = sock
-        self._unpacker = wire.Unpacker()
-        self._unsent: deque[memoryview] = deque()
-        self._commands: deque[Any] = deque()
+        self.fronts = Connections(sock, door)
+        self._commands: deque[tuple[Connection, Any]] = deque()
         self._open = True
         self._beside = _Beside()
 
@@ -79,117 +77,97 @@ class EngineLoop:
         """Waits for the first message; ``None`` if the front has gone."""
         while self._open and not self._commands:
             self._wait()
-        return self._commands.popleft() if self._commands else None
+        return self._commands.popleft()[1] if self._commands else None
 
     def run(self, engine: EngineLike) -> None:
         """Serves until told to close or the front has gone."""
         told = time.monotonic()
         while self._open:
             self._read()
-            for message in self._beside.done():
-                self.send(message)
+            for front, message in self._beside.done():
+                front.send(message)
             while self._commands and self._open:
-                self._obey(engine, self._commands.popleft())
+                front, command = self._commands.popleft()
+                self._obey(engine, command, front)
+            for request_id in self.fronts.leave():
+                engine.abort(request_id)
             if not self._open:
                 break
             if engine.has_unfinished():
                 deltas = engine.step()
                 if deltas:
-                    self.send(wire.Deltas(deltas))
+                    self.fronts.tell(deltas)
                 elif (rest := engine.rest()) is not None:
                     self._wait(rest[0], min(rest[1], self.beat))
                 if (now := time.monotonic()) - told >= self.beat:
                     told = now
-                    self.send(wire.Beat())
-                self._flush()
+                    self.fronts.broadcast(wire.Beat())
+                self.fronts.flush()
             else:
                 tend = getattr(engine, "tend", None)  # of an engine that keeps something beyond itself
                 fd, seconds = (tend() if tend is not None else None) or (None, 1.0)
                 if self._beside.busy:
                     seconds = min(seconds, self.beat)
-                    self.send(wire.Beat())
+                    self.fronts.broadcast(wire.Beat())
                 self._wait(fd, seconds)
 
-    def _obey(self, engine: EngineLike, command: Any) -> None:
+    def _obey(self, engine: EngineLike, command: Any, front: Connection | None = None) -> None:
+        front = front or self.fronts.parent
         match command:
             case wire.Add() as added:
                 try:
                     engine.add_request(added.opened())
+                    self.fronts.own(front, added.request.request_id, added.request.params.n)
                 except Exception as e:
-                    self.send(wire.Rejected(added.request.request_id, wire.ErrorData.of(e)))
+                    front.send(wire.Rejected(added.request.request_id, wire.ErrorData.of(e)))
             case wire.TakeOver(request_id, record, grammar):
                 try:
                     engine.take_over(record, wire.open_grammar(grammar))
                 except Exception as e:
-                    self.send(wire.Rejected(request_id, wire.ErrorData.of(e)))
+                    front.send(wire.Rejected(request_id, wire.ErrorData.of(e)))
             case wire.Learn(vocabulary):
                 SHELF.expect(vocabulary.fingerprint)
-                self._beside.do(lambda: SHELF.learn(vocabulary))
+                self._beside.do(front, lambda: SHELF.learn(vocabulary))
                 if (learn := getattr(engine, "learn", None)) is not None:  # of an engine whose matchers are in other processes
                     learn(vocabulary)
             case wire.Warm(call, grammar):
-                self._beside.do(lambda: _warm(call, grammar))
+                self._beside.do(front, lambda: _warm(call, grammar))
             case wire.Abort(request_id):
+                self.fronts.over(request_id)
                 engine.abort(request_id)
             case wire.StopAt(request_id, index, num_tokens):
                 engine.stop_at(request_id, index, num_tokens)
             case wire.Logits(call, token_ids):
                 try:
-                    self.send(wire.LogitsDone(call, engine.logits(token_ids)))
+                    front.send(wire.LogitsDone(call, engine.logits(token_ids)))
                 except Exception as e:
-                    self.send(wire.LogitsDone(call, None, wire.ErrorData.of(e)))
+                    front.send(wire.LogitsDone(call, None, wire.ErrorData.of(e)))
             case wire.Count(call):
-                self.send(wire.Counted(call, engine.core_counts()))
+                front.send(wire.Counted(call, engine.core_counts()))
             case wire.Measure(call):
                 try:
-                    self.send(wire.Measured(call, engine.metrics()))
+                    front.send(wire.Measured(call, engine.metrics()))
                 except Exception as e:  # a model's own counters; nothing that the steps need
-                    self.send(wire.Measured(call, None, wire.ErrorData.of(e)))
+                    front.send(wire.Measured(call, None, wire.ErrorData.of(e)))
             case wire.Wake():
                 engine.wake()
             case wire.Close():
                 self.stop()
 
     def send(self, message: Any) -> None:
-        """Queues a message and sends what the socket takes now."""
-        self._unsent.append(memoryview(wire.pack(message)))
-        self._flush()
-
-    def drain(self, seconds: float = 5.0) -> None:
-        """Sends what is queued before the process ends, if the front still reads."""
-        with contextlib.suppress(OSError):
-            self._sock.settimeout(seconds)
-            while self._unsent:
-                self._sock.sendall(self._unsent.popleft())
-
-    def _flush(self) -> None:
-        try:
-            while self._unsent:
-                sent = self._sock.send(self._unsent[0])
-                if sent < len(self._unsent[0]):
-                    self._unsent[0] = self._unsent[0][sent:]
-                    return
-                self._unsent.popleft()
-        except BlockingIOError:
-            return
-        except OSError:
-            self._open = False  # nobody reads any more
+        """Tells every front."""
+        self.fronts.broadcast(message)
 
     def _read(self) -> None:
-        try:
-            while data := self._sock.recv(1 << 18):
-                self._commands.extend(self._unpacker.feed(data))
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
-        self._open = False  # the front closed its end
+        self._commands.extend(self.fronts.read())
+        if not self.fronts.parent.open:
+            self._open = False
 
     def _wait(self, wake_fd: int | None = None, seconds: float = 1.0) -> None:
         """Sleeps until there is something to read (here or on ``wake_fd``), or room for what is unsent, but no longer than so."""
-        readable: list[Any] = [self._sock, self._beside.fd] if wake_fd is None else [self._sock, self._beside.fd, wake_fd]
-        select.select(readable, [self._sock] if self._unsent else [], [], seconds)
-        self._flush()
+        readable = [*self.fronts.readable(), self._beside.fd, *([] if wake_fd is None else [wake_fd])]
+        select.select(readable, self.fronts.unsent(), [], seconds)
+        self.fronts.flush()
         self._read()
 
 
@@ -206,8 +184,8 @@ class _Beside:
 
     def __init__(self) -> None:
         self.fd, self._bell = os.pipe()
-        self._todo: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._done: deque[Any] = deque()
+        self._todo: queue.SimpleQueue[tuple[Connection, Callable[[], Any]]] = queue.SimpleQueue()
+        self._done: deque[tuple[Connection, Any]] = deque()
         self._thread: threading.Thread | None = None
         self._left = 0
 
@@ -216,16 +194,16 @@ class _Beside:
         """Whether something is not done yet."""
         return self._left > 0
 
-    def do(self, work: Callable[[], Any]) -> None:
-        """Queues work; what it gives is a message, or ``None``."""
+    def do(self, front: Connection, work: Callable[[], Any]) -> None:
+        """Queues work; what it gives is a message for ``front``, or ``None``."""
         self._left += 1
-        self._todo.put(work)
+        self._todo.put((front, work))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="beside-steps", daemon=True)
             self._thread.start()
 
-    def done(self) -> list[Any]:
-        """Messages of what has been done since."""
+    def done(self) -> list[tuple[Connection, Any]]:
+        """Messages of what has been done since, and whom they are for."""
         if not self._left:
             return []
         messages = []
@@ -233,14 +211,15 @@ class _Beside:
             os.read(self.fd, 1)
             self._left -= 1
             messages.append(self._done.popleft())
-        return [m for m in messages if m is not None]
+        return [(front, m) for front, m in messages if m is not None]
 
     def _run(self) -> None:
         while True:
-            work, message = self._todo.get(), None
+            front, work = self._todo.get()
+            message = None
             with contextlib.suppress(Exception):  # a vocabulary that cannot be read: who needs it says so
                 message = work()
-            self._done.append(message)
+            self._done.append((front, message))
             os.write(self._bell, b"b")
 
 
@@ -256,9 +235,9 @@ def build(start: wire.Start) -> EngineLike:
     return engine
 
 
-def serve(sock: socket.socket) -> int:
+def serve(sock: socket.socket, door: socket.socket | None = None) -> int:
     """Builds the engine and serves; gives the exit status."""
-    loop = EngineLoop(sock)
+    loop = EngineLoop(sock, door)
     # The terminal's Ctrl-C is the front's to handle; it aborts requests or closes us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = loop.first()
@@ -271,7 +250,8 @@ def serve(sock: socket.socket) -> int:
         signal.signal(signal.SIGTERM, loop.stop)  # until here it ends us at once
         images, plan = getattr(engine, "images", None), getattr(engine, "plan", None)
         sizes = (engine.max_model_len, engine.vocab_size, getattr(engine, "max_num_seqs", 0))
-        loop.send(wire.Ready(*sizes, images, 0 if plan is None else plan.tokens))
+        loop.fronts.ready = wire.Ready(*sizes, images, 0 if plan is None else plan.tokens)
+        loop.send(loop.fronts.ready)
         loop.run(engine)
         return 0
     except BaseException as e:
@@ -282,7 +262,7 @@ def serve(sock: socket.socket) -> int:
             raise  # a fault in a running engine: the trace belongs on stderr
         return 1
     finally:
-        loop.drain()
+        loop.fronts.drain()
         if engine is not None:
             with contextlib.suppress(Exception):
                 engine.close()
@@ -290,10 +270,10 @@ def serve(sock: socket.socket) -> int:
 
 def main(arguments: list[str]) -> int:
     """Entry point; ``arguments`` are the numbers named at the head of this file."""
-    fd, lifeline, parent = map(int, arguments)
+    fd, lifeline, parent, *door = map(int, arguments)
     follow_parent(lifeline, parent)
     bindings.use_light()
-    return serve(socket.socket(fileno=fd))
+    return serve(socket.socket(fileno=fd), socket.socket(fileno=door[0]) if door else None)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""Several front processes on one port and one engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from process_kit import gone
+from server_kit import Served, children, command_of, serving
+
+GREEDY: dict[str, Any] = {"prompt": "the fox", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+LONG: dict[str, Any] = {**GREEDY, "max_tokens": 480}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(None, "--front-processes", "2") as made:
+        yield made
+
+
+def fronts(served: Served) -> list[int]:
+    """Processes that answer clients."""
+    return sorted(int(p) for p in children(served.process.pid) if "front_process" in command_of(int(p)))
+
+
+def test_every_answer_is_that_of_one_engine(served: Served) -> None:
+    assert len(fronts(served)) == 2
+    expected = served.post("/v1/completions", GREEDY).json()["choices"][0]["text"]
+    with ThreadPoolExecutor(16) as pool:
+        made = list(pool.map(lambda i: served.post("/v1/completions", {**GREEDY, "request_id": "same", "user": str(i)}), range(48)))
+    assert [(m.status_code, m.json()["choices"][0]["text"]) for m in made] == [(200, expected)] * 48
+    streamed = served.events("/v1/completions", {**GREEDY, "stream": True})
+    assert "".join(e["choices"][0]["text"] for e in streamed[:-1]) == expected
+
+
+def test_a_front_that_dies_takes_its_own_requests_only_and_is_replaced(served: Served) -> None:
+    engine, before = served.engine_pid(), fronts(served)
+    results: list[int | None] = []
+
+    def ask() -> None:
+        try:
+            results.append(served.post("/v1/completions", LONG).status_code)
+        except httpx.TransportError:
+            results.append(None)
+
+    asking = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in asking:
+        thread.start()
+    time.sleep(0.1)
+    os.kill(before[0], signal.SIGKILL)
+    for thread in asking:
+        thread.join(60)
+    assert set(results) <= {200, None} and len(results) == 8
+    end = time.monotonic() + 60
+    while len(fronts(served)) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    now = fronts(served)
+    assert before[0] not in now and before[1] in now and served.engine_pid() == engine
+    assert any("front process" in line and "SIGKILL" in line for line in served.lines)
+    os.kill(before[1], signal.SIGSTOP)  # so that the new one has to answer
+    try:
+        end = time.monotonic() + 90
+        while True:
+            try:
+                answer = httpx.post(f"{served.url}/v1/completions", json=GREEDY, timeout=3)
+                break
+            except httpx.TimeoutException:
+                assert time.monotonic() < end
+        assert answer.status_code == 200
+    finally:
+        os.kill(before[1], signal.SIGCONT)
+
+
+def test_a_signal_ends_all_of_them() -> None:
+    with serving(None, "--front-processes", "2") as served:
+        pids = [*fronts(served), served.engine_pid()]
+        done: list[int] = []
+        asking = threading.Thread(target=lambda: done.append(served.post("/v1/completions", LONG).status_code))
+        asking.start()
+        time.sleep(0.2)
+        assert served.end() == 0
+        asking.join(20)
+        assert done == [200]  # it was let end
+        assert all(gone(pid, 10) for pid in pids)
+
+
+def test_no_process_outlives_a_killed_parent(served: Served) -> None:
+    pids = [*fronts(served), served.engine_pid()]
+    served.process.kill()
+    served.process.wait(10)
+    assert all(gone(pid, 15) for pid in pids)
