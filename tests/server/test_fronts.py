@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -39,6 +40,10 @@ def test_every_answer_is_that_of_one_engine(served: Served) -> None:
     assert [(m.status_code, m.json()["choices"][0]["text"]) for m in made] == [(200, expected)] * 48
     streamed = served.events("/v1/completions", {**GREEDY, "stream": True})
     assert "".join(e["choices"][0]["text"] for e in streamed[:-1]) == expected
+    for _ in range(4):  # whichever front is asked
+        page = served.get("/metrics").text
+        (tokens,) = re.findall(r"^deepinfer:generation_tokens_total\{.*\} ([0-9.]+)$", page, re.MULTILINE)
+        assert float(tokens) == 12 * 50
 
 
 def test_a_front_that_dies_takes_its_own_requests_only_and_is_replaced(served: Served) -> None:
