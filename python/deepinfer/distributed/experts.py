@@ -10,6 +10,7 @@ of ranks nor what other ranks do shows in a bit. One exchange there and one back
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,6 +35,9 @@ class ExpertGroup(Protocol):
     size: int
     banks: int
     """Sets of experts that are spread over it."""
+    exchanges: int
+    exchange_s: float
+    """How often rows went there or back, and how long the host took for it: on a CPU for the exchange, on a GPU for its launch."""
 
     def begin(self, rows: int) -> None:
         """The next exchanges are those of a step in which no rank has more than ``rows`` rows: on every rank the same number."""
@@ -74,7 +78,7 @@ class TorchExpertGroup:
         assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is in it
         self._group: dist.ProcessGroup | None = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.banks = 0
+        self.banks, self.exchanges, self.exchange_s = 0, 0, 0.0
         self._most = 0
 
     def begin(self, rows: int) -> None:
@@ -110,10 +114,13 @@ class TorchExpertGroup:
     def _exchange(self, run: Callable[[dist.ProcessGroup], object]) -> None:
         if self._group is None:
             raise RankGroupError(f"rank {self.rank} of {self.size} has left its group")
+        begin = time.perf_counter()
         try:
             run(self._group)
         except RuntimeError as error:
             raise RankGroupError(f"rank {self.rank} of {self.size} lost contact within a step: {_said(error)}") from error
+        self.exchanges += 1
+        self.exchange_s += time.perf_counter() - begin
 
     def close(self) -> None:
         """See :class:`ExpertGroup`."""

@@ -5,6 +5,7 @@ The words and how they are read are the core's (docs/architecture.md, Rank group
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -64,6 +65,7 @@ class TorchVote:
         self._group: dist.ProcessGroup | None = group
         self._work: dist.Work | None = None
         self._who = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
+        self.rounds, self.wait_s = 0, 0.0  # rounds that were waited for, and how long
         self._words = torch.zeros(VOTE_WORDS, dtype=torch.int64)
         self._view = self._words.numpy()
 
@@ -89,10 +91,13 @@ class TorchVote:
         """
         if self._work is None:
             raise RankGroupError(f"{self._who} has no round open")
+        begin = time.perf_counter()
         try:
             done = self._work.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error) from error
+        self.rounds += 1
+        self.wait_s += time.perf_counter() - begin
         self._work = None
         if done is False:
             raise RankGroupError(f"{self._who} waited {self._timeout.total_seconds()} s for a round")

@@ -476,7 +476,8 @@ class Engine(EngineHooks):
         tables = self.model.table_counters() if isinstance(self.model, TableModel) else None
         slices = None if self._slices is None else self._slices.counts()
         store = None if self._store is None else self._store.counters.as_dict()
-        return EngineMetrics.of(self._core, tables, slices, store, self._grammars.counts())
+        group = None if self._group is None else self._group.counters()
+        return EngineMetrics.of(self._core, tables, slices, store, self._grammars.counts(), group)
 
     def kv_identity(self) -> dict[str, str | int]:
         """What names of this engine's KV are made of besides tokens and a request's own salt, as ``deepinfer kvstore check --identity``

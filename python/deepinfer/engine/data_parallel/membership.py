@@ -40,6 +40,7 @@ class Membership:
             torch.cuda.set_device(device)
         self.place = place
         self.experts: ExpertGroup | None = None
+        self._vote: TorchVote | None = None
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -65,7 +66,18 @@ class Membership:
             dist.all_reduce(torch.zeros(1))  # a barrier of the host
         except RuntimeError as error:
             raise RankGroupError(f"{self.place} waited for the others to load: {str(error).splitlines()[0]}") from error
-        core.set_vote(TorchVote(timeout_s=self.place.timeout))
+        self._vote = TorchVote(timeout_s=self.place.timeout)
+        core.set_vote(self._vote)
+
+    def counters(self) -> dict[str, float]:
+        """What being in step with the others has cost this rank's host: ``vote_rounds``, ``vote_wait_seconds``, and with spread experts
+        ``exchanges``, ``exchange_seconds``."""
+        found: dict[str, float] = {}
+        if self._vote is not None:
+            found |= {"vote_rounds": self._vote.rounds, "vote_wait_seconds": self._vote.wait_s}
+        if self.experts is not None:
+            found |= {"exchanges": self.experts.exchanges, "exchange_seconds": self.experts.exchange_s}
+        return found
 
     def leave(self) -> None:
         """Gives the process groups back; idempotent."""

@@ -245,6 +245,7 @@ def _parts(at: At) -> Iterator[Metric]:
         ("slices", "state_slice", "slices of states"),
         ("store", "kvstore", "the KV store as the engine sees it"),
         ("grammars", "grammar", "masks of answers held to a form"),
+        ("group", "rank_group", "being in step with other ranks"),
     ):
         names = dict.fromkeys(name for _, m in at for name in getattr(m, part))
         for name in names:
