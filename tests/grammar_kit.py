@@ -13,6 +13,8 @@ from deepinfer.structured.service import GrammarService, PreparedGrammar
 from deepinfer.structured.vocabulary import Vocabulary
 
 CONTROL, EOS, SIZE = (257, 258), 256, 300
+ENDLESS = {"grammar": "root ::= " + '"a"? ' * 3000 + '"a" ' * 3000}
+"""Passes the screen, and takes half a minute of processor time."""
 
 
 @cache
@@ -147,6 +149,7 @@ def hostile() -> dict[str, tuple[str, str]]:
         "ambiguous": 'root ::= e\ne ::= e "+" e | e e | "a" | ""',
         "a chain of 20,000 rules": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(20_000)) + '\nr20000 ::= "a"',
         "a chain of 200,000 rules": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(200_000)) + '\nr200000 ::= "a"',
+        "3,000 optional ones and as many": ENDLESS["grammar"],
         "no grammar": "hello ( world",
         "never closed": 'root ::= "a',
     }

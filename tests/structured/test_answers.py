@@ -191,7 +191,7 @@ def test_engine_processes_answer_the_same(llm: LLM, device: str, kind: type[Asyn
     want = [o.outputs for o in llm.generate(["the quick"] * len(several), several)]
 
     async def main_() -> None:
-        made = kind(api_kit.tiny_model(), device=device, grammar_timeout=3.0, **api_kit.SETTINGS)
+        made = kind(api_kit.tiny_model(), device=device, grammar_timeout=8.0, **api_kit.SETTINGS)
         try:
             await made.ready()
 
@@ -202,7 +202,7 @@ def test_engine_processes_answer_the_same(llm: LLM, device: str, kind: type[Asyn
             assert await asyncio.gather(*map(answer, several)) == want
             with pytest.raises(GrammarError, match="not closed"):
                 await answer(SamplingParams(structured_outputs={"regex": "(a"}))
-            hostile = {"regex": grammar_kit.nested("(", "a", ")+", 900)}
+            hostile = grammar_kit.ENDLESS
             waiting = asyncio.create_task(answer(SamplingParams(structured_outputs=hostile)))
             await asyncio.sleep(0.3)
             waiting.cancel()
@@ -211,7 +211,7 @@ def test_engine_processes_answer_the_same(llm: LLM, device: str, kind: type[Asyn
             stats = made.structured_stats()
             assert (stats["cancelled"], stats["failures"]) == (1, 1)
             if kind is AsyncLLM:
-                with pytest.raises(GrammarTimeoutError, match="more than 3 s"):
+                with pytest.raises(GrammarTimeoutError, match="more than 8 s"):
                     await answer(SamplingParams(structured_outputs=hostile))
             prepared = await made.compile_grammar({"regex": "[0-9]{3}"})
             (only,) = [o async for o in made.generate("the", SamplingParams(), mode="final", grammar=prepared)]
@@ -245,14 +245,14 @@ def test_a_pair_makes_answers_again_in_a_new_process(llm: LLM, device: str) -> N
 
 
 def test_batches_hold_lines_to_their_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setenv("XGRAMMAR_TIMEOUT", "3")
+    monkeypatch.setenv("XGRAMMAR_TIMEOUT", "6")
     lines: dict[str, dict[str, Any]] = {
         "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}},
         "regex": {"response_format": {"type": "regex", "pattern": "[0-9]{3}"}},
         "fields": {"structured_outputs": {"choice": ["the fox"]}},
         "strict": {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}},
         "malformed": {"structured_outputs": {"grammar": "root ::= x"}},
-        "hostile": {"structured_outputs": {"regex": grammar_kit.nested("(", "a", ")+", 900)}},
+        "hostile": {"structured_outputs": grammar_kit.ENDLESS},
         "free": {},
     }
     body = {"prompt": "the quick", "max_tokens": 120, "temperature": 1.0, "seed": 1}

@@ -34,7 +34,7 @@ SOME = {
     "regex: a back-reference": "malformed",
     "regex: 20,000 nested parentheses": "malformed",
     "regex: nested pluses": "fine",
-    "regex: 900 nested groups": "too much",
+    "grammar: 3,000 optional ones and as many": "too much",
     "grammar: 50,000 nested parentheses": "malformed",
     "grammar: an undefined rule": "malformed",
     "grammar: left recursion": "fine",
@@ -87,15 +87,15 @@ def test_memory_is_limited() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dynamic", [False, True], ids=["screened", "straight"])
-def test_every_hostile_input_ends(dynamic: bool) -> None:
+@pytest.mark.parametrize("screened", [True, False], ids=["screened", "straight"])
+def test_every_hostile_input_ends(screened: bool) -> None:
     """All of them, under the limits that hold in use, through the screen and past it."""
     with grammar_kit.service(2, 20.0) as service:
         pool = CompilerPool(grammar_kit.vocabulary(), 2, 20.0)
         try:
             for name, (kind, source) in HOSTILE.items():
                 start = time.monotonic()
-                if dynamic:
+                if not screened:
                     result = outcome(pool.submit(kind, source, options(kind)).future)
                 else:
                     field = "json" if kind == "json_schema" else kind
@@ -105,7 +105,7 @@ def test_every_hostile_input_ends(dynamic: bool) -> None:
                     except GrammarError as e:
                         result = type(e).__name__
                 took = time.monotonic() - start
-                assert took < 30, (name, result, took)
+                assert took < 90, (name, result, took)  # with a process to be started before, on a busy machine
                 print(f"{name}: {result} in {took:.2f} s")
             assert outcome(pool.submit("regex", "a", {}).future) == "fine"
         finally:
@@ -113,19 +113,19 @@ def test_every_hostile_input_ends(dynamic: bool) -> None:
 
 
 def test_valid_malformed_hostile_valid_in_one_process() -> None:
-    with grammar_kit.service(1, 3.0) as service:
+    with grammar_kit.service(1, 6.0) as service:
         assert grammar_kit.accepts(service.compile(StructuredOutputs(json={"type": "integer"})), 5)
         first = service.worker_pids()
         with pytest.raises(GrammarError, match="not closed"):
             service.compile(StructuredOutputs(regex="(a"))
         assert service.worker_pids() == first, "what is malformed costs no process"
         start = time.monotonic()
-        with pytest.raises(GrammarTimeoutError, match="more than 3 s"):
-            service.compile(StructuredOutputs(regex=grammar_kit.nested("(", "a", ")+", 900)))
-        assert 3 <= time.monotonic() - start < 15
+        with pytest.raises(GrammarTimeoutError, match="more than 6 s"):
+            service.compile(StructuredOutputs(**grammar_kit.ENDLESS))
+        assert 6 <= time.monotonic() - start < 20
         start = time.monotonic()
-        with pytest.raises(GrammarTimeoutError, match="more than 3 s"):  # at once this time
-            service.compile(StructuredOutputs(regex=grammar_kit.nested("(", "a", ")+", 900)))
+        with pytest.raises(GrammarTimeoutError, match="more than 6 s"):  # at once this time
+            service.compile(StructuredOutputs(**grammar_kit.ENDLESS))
         assert time.monotonic() - start < 1
         assert grammar_kit.accepts(service.compile(StructuredOutputs(choice=["a"])), "a")
         assert service.worker_pids() != first

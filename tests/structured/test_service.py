@@ -15,7 +15,7 @@ from deepinfer.errors import EngineDeadError, GrammarError
 from deepinfer.structured.cache import GrammarCache
 from deepinfer.structured.compiler import Compiled
 
-HARD = StructuredOutputs(regex=grammar_kit.nested("(", "a", ")+", 900))
+HARD = StructuredOutputs(**grammar_kit.ENDLESS)
 
 
 def test_many_at_once_compile_one_thing_once() -> None:

@@ -1,14 +1,15 @@
-"""xgrammar, imported in the way that fits the process.
+"""xgrammar without what it imports and does not need.
 
 Owns: the import. Never touches: what is done with it.
 
-``import xgrammar`` imports torch and transformers (570 MB and seconds), of which compiling and matching use nothing but annotations. A
-process that is ours alone takes the few modules it needs and gives them empty stand-ins for what it does not have loaded: 60 MB, half
-a second. A user's process gets the whole package, since the user may want it too.
+``import xgrammar`` imports torch and transformers (570 MB and seconds), of which compiling and matching use nothing but annotations. Its
+few modules that are needed are imported under a package name of our own instead, in which what this process has not loaded is an empty
+stand-in: 60 MB, half a second. Nobody else sees that; who imports xgrammar itself, before or after, gets the whole of it.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import importlib.util
 import os
@@ -21,8 +22,9 @@ from typing import Any
 from deepinfer.errors import ConfigError
 
 _MISSING = "structured outputs need xgrammar: pip install 'deepinfer[structured]'"
+_ALIAS = "_deepinfer_xgrammar"
+_NEEDLESS = ("torch", "transformers")
 _lock = threading.Lock()
-_light = False
 _loaded: Bindings | None = None
 
 
@@ -37,12 +39,6 @@ class Bindings:
     CompiledGrammar: Any
     GrammarMatcher: Any
     version: str
-
-
-def use_light() -> None:
-    """From now on this process takes only the modules it needs; for processes in which nothing else imports xgrammar."""
-    global _light
-    _light = True
 
 
 def available() -> bool:
@@ -67,15 +63,10 @@ def load() -> Bindings:
         if _loaded is None:
             check_available()
             try:
-                _loaded = _import_light() if _light and "xgrammar" not in sys.modules else _import_whole()
+                _loaded = _import_parts()
             except ImportError as e:
                 raise ConfigError(f"xgrammar is installed but cannot be imported ({e}); {_MISSING.partition(': ')[2]}") from e
         return _loaded
-
-
-def _import_whole() -> Bindings:
-    whole: Any = importlib.import_module("xgrammar")
-    return _bindings(whole, whole, whole, whole, whole)
 
 
 class _StandIn(types.ModuleType):
@@ -87,33 +78,61 @@ class _StandIn(types.ModuleType):
         return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
 
 
-def _import_light() -> Bindings:
-    spec = importlib.util.find_spec("xgrammar")
-    assert spec is not None
-    # Its __init__ imports everything: an empty package stands in for it, from which the modules are taken one by one.
-    package = types.ModuleType("xgrammar")
-    package.__path__, package.__spec__ = list(spec.submodule_search_locations or ()), spec
-    sys.modules["xgrammar"] = package
-    os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")  # else it looks for a compiler
-    names = [name for name in ("torch", "transformers") if name not in sys.modules]
-    blocked: dict[str, Any] = dict.fromkeys(names)
-    sys.modules.update(blocked)  # None: its import fails, which tvm_ffi takes for "not installed"
+def _import_parts() -> Bindings:
+    if (whole := sys.modules.get("xgrammar")) is not None:
+        return _bindings(whole, whole, whole, whole, whole)
+    _import_ffi()
+    found = importlib.util.find_spec("xgrammar")
+    assert found is not None
+    package = types.ModuleType(_ALIAS)
+    package.__path__ = list(found.submodule_search_locations or ())
+    sys.modules[_ALIAS] = package
     try:
-        importlib.import_module("tvm_ffi")
-        sys.modules.update({name: _StandIn(name) for name in names})
         for name in ("exception", "load_binding"):
-            importlib.import_module(f"xgrammar.{name}")
-        grammar, compiler, matcher, info, config = (
-            importlib.import_module(f"xgrammar.{name}") for name in ("grammar", "compiler", "matcher", "tokenizer_info", "config")
-        )
+            importlib.import_module(f"{_ALIAS}.{name}")
+        info = _import_part("tokenizer_info")  # before those that import it in turn
+        return _bindings(*map(_import_part, ("grammar", "compiler", "matcher")), info, _import_part("config"))
     except BaseException:
-        for name in [n for n in sys.modules if n == "xgrammar" or n.startswith("xgrammar.")]:
+        for name in [n for n in sys.modules if n == _ALIAS or n.startswith(f"{_ALIAS}.")]:
             del sys.modules[name]
         raise
+
+
+def _import_ffi() -> None:
+    """Its foreign function interface takes torch where it can be imported; where it has not been, it is to do without."""
+    if "tvm_ffi" in sys.modules:
+        return
+    switch = "TVM_FFI_DISABLE_TORCH_C_DLPACK"  # else it looks for a compiler
+    unset = os.environ.setdefault(switch, "1") == "1"
+    blocked = "torch" not in sys.modules
+    if blocked:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module("tvm_ffi")
     finally:
-        for name in names:
-            del sys.modules[name]
-    return _bindings(grammar, compiler, matcher, info, config)
+        if blocked:
+            del sys.modules["torch"]
+        if unset:
+            os.environ.pop(switch, None)
+
+
+def _import_part(name: str) -> types.ModuleType:
+    """One module, in whose own imports the needless ones are stand-ins unless they are loaded anyway."""
+    full = f"{_ALIAS}.{name}"
+    if full in sys.modules:
+        return sys.modules[full]
+    spec = importlib.util.find_spec(full)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    stand_ins = {n: _StandIn(n) for n in _NEEDLESS if n not in sys.modules}
+
+    def import_(wanted: str, *args: Any, **kwargs: Any) -> Any:
+        return stand_ins[wanted] if wanted in stand_ins else builtins.__import__(wanted, *args, **kwargs)
+
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_}
+    sys.modules[full] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _bindings(grammar: Any, compiler: Any, matcher: Any, info: Any, config: Any) -> Bindings:

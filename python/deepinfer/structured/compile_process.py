@@ -88,10 +88,8 @@ def limit(memory: int) -> None:
 def serve(sock: socket.socket, memory: int, seconds: float) -> int:
     """Reads the vocabulary, then compiles what comes; gives the exit status."""
     from deepinfer import errors
-    from deepinfer.structured import bindings
     from deepinfer.structured.compiler import Compiler
 
-    bindings.use_light()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to handle
     first = receive(sock)
     if first is None:

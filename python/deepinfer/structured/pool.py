@@ -31,7 +31,8 @@ from deepinfer.structured.compiler import Compiled
 from deepinfer.structured.vocabulary import Vocabulary
 
 MEMORY = 4 << 30
-MOST_RESULT = 256 << 20
+MOST_RESULT = 32 << 20
+"""Bytes of a compiled grammar: engines read it, and keep it as long as an answer runs."""
 _START_SECONDS = 120.0
 
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.async_engine.connections import Connection, Connections
-from deepinfer.structured import bindings
 from deepinfer.structured.matcher import SHELF
 
 if TYPE_CHECKING:
@@ -272,7 +271,6 @@ def main(arguments: list[str]) -> int:
     """Entry point; ``arguments`` are the numbers named at the head of this file."""
     fd, lifeline, parent, *door = map(int, arguments)
     follow_parent(lifeline, parent)
-    bindings.use_light()
     return serve(socket.socket(fileno=fd), socket.socket(fileno=door[0]) if door else None)
 
 
