@@ -91,7 +91,8 @@ def _import_parts() -> Bindings:
         for name in ("exception", "load_binding"):
             importlib.import_module(f"{_ALIAS}.{name}")
         info = _import_part("tokenizer_info")  # before those that import it in turn
-        return _bindings(*map(_import_part, ("grammar", "compiler", "matcher")), info, _import_part("config"))
+        grammar, compiler, matcher, config = map(_import_part, ("grammar", "compiler", "matcher", "config"))
+        return _bindings(grammar, compiler, matcher, info, config)
     except BaseException:
         for name in [n for n in sys.modules if n == _ALIAS or n.startswith(f"{_ALIAS}.")]:
             del sys.modules[name]
@@ -103,7 +104,8 @@ def _import_ffi() -> None:
     if "tvm_ffi" in sys.modules:
         return
     switch = "TVM_FFI_DISABLE_TORCH_C_DLPACK"  # else it looks for a compiler
-    unset = os.environ.setdefault(switch, "1") == "1"
+    unset = switch not in os.environ
+    os.environ.setdefault(switch, "1")
     blocked = "torch" not in sys.modules
     if blocked:
         sys.modules["torch"] = None  # type: ignore[assignment]

@@ -1,0 +1,84 @@
+"""Structured outputs through HTTP: what is wrong with one is that request's 400, in time, and nobody else's matter."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import grammar_kit
+from server_kit import Served, serving
+
+BODY = {"model": "tiny", "prompt": "the quick", "temperature": 1.0, "seed": 1, "max_tokens": 60}
+GOOD = {"response_format": {"type": "regex", "pattern": "(ab|[0-9]{2}){3}"}}
+MALFORMED = {"structured_outputs": {"grammar": "root ::= missing"}}
+SECONDS = 6.0
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[Served]:
+    with serving(None, "--served-model-name", "tiny", "--grammar-timeout", str(SECONDS)) as made:
+        yield made
+
+
+def post(server: Served, **fields: Any) -> Any:
+    return server.post("/v1/completions", {**BODY, **fields})
+
+
+def test_valid_malformed_hostile_valid_while_somebody_reads(limited: Served) -> None:
+    """One process for all; a stream beside them goes on, token by token, while the hostile one is being compiled."""
+    first = post(limited, **GOOD)
+    assert first.status_code == 200 and len(first.json()["choices"][0]["text"]) == 6
+    wrong = post(limited, **MALFORMED)
+    assert wrong.status_code == 400 and '"missing" is not defined' in wrong.json()["error"]["message"]
+    times: list[float] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        free = {**BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        while not stop.is_set():
+            times.extend(time.monotonic() for _ in limited.events("/v1/completions", free))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        begin = time.monotonic()
+        hostile = post(limited, structured_outputs=grammar_kit.ENDLESS)
+        end = time.monotonic()
+    finally:
+        stop.set()
+        reader.join(60)
+    assert hostile.status_code == 400 and f"more than {SECONDS:g} s" in hostile.json()["error"]["message"]
+    assert SECONDS <= end - begin < SECONDS + 30
+    inside = [t for t in times if begin < t < end]
+    assert len(inside) > 100, "a stream stood still while a grammar was compiled"
+    assert max(b - a for a, b in pairwise(inside)) < SECONDS / 2
+    again = post(limited, **GOOD)
+    assert again.status_code == 200 and again.json()["choices"] == first.json()["choices"]
+    page = limited.get("/metrics").text
+    for name, count in (("timeouts", 1), ("failures", 1), ("compiles", 1), ("cache_hits", 1), ("workers_killed", 1)):
+        assert f'deepinfer:grammar_{name}_total{{model_name="tiny"}} {count}.0' in page, name
+
+
+def test_absurd_and_strict_ones_are_refused_before_a_stream_begins(limited: Served) -> None:
+    for fields in (
+        {"structured_outputs": {"json": grammar_kit.nested("[", "", "]", 5000)}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}, "strict": True}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"$ref": "http://127.0.0.1/x"}}}},
+        MALFORMED,
+    ):
+        answer = post(limited, stream=True, **fields)
+        assert answer.status_code == 400 and answer.headers["content-type"].startswith("application/json"), answer.text
+        assert answer.json()["error"]["message"]
+
+
+def test_forms_hold_in_streams_and_in_several_answers(limited: Served) -> None:
+    events = limited.events("/v1/completions", {**BODY, **GOOD, "stream": True, "n": 3})
+    texts = ["".join(c["text"] for e in events[:-1] for c in e["choices"] if c["index"] == i) for i in range(3)]
+    whole = post(limited, n=3, **GOOD).json()["choices"]
+    assert texts == [c["text"] for c in whole] and all(len(t) == 6 for t in texts)
+    assert {c["finish_reason"] for c in whole} == {"stop"}
