@@ -9,7 +9,10 @@ import json
 import random
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +154,18 @@ async def leave(front: Local, count: int, at_once: int, seed: int = 3) -> None:
     await asyncio.gather(*(one(number) for number in range(count)))
 
 
+async def pipelined(front: Local) -> None:
+    """Two requests on one connection, the second one while the first is answered; then the client goes."""
+    data = json.dumps({"prompt": "x", "max_tokens": 480, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    writer.write((head + data) * 2)
+    while not front.state.calls:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.05)
+    writer.transport.abort()
+
+
 def ask(front: Local) -> Any:
     connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)
     connection.request("POST", "/v1/completions", json.dumps({"prompt": "the fox", "max_tokens": 8, "temperature": 0}))
@@ -170,6 +185,38 @@ def test_clients_that_leave_at_any_moment_leave_nothing(front: Local) -> None:
     asyncio.run(leave(front, 60, 16))
     front.at_rest()
     assert ask(front) == before
+
+
+def test_a_client_that_leaves_with_a_second_request_waiting_is_noticed(front: Local) -> None:
+    asyncio.run(pipelined(front))
+    front.at_rest()
+
+
+def test_many_streams_at_once_lose_nothing(front: Local) -> None:
+    async def stream(number: int) -> int:
+        data = json.dumps({"prompt": "x", "max_tokens": 8, "ignore_eos": True, "stream": True, "return_token_ids": True, "seed": number})
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n{data}".encode())
+        tokens = 0
+        while (line := await reader.readline()) != b"data: [DONE]\n":
+            if line.startswith(b"data: "):
+                tokens += len(json.loads(line[6:])["choices"][0]["token_ids"])
+        writer.close()
+        return tokens
+
+    async def all_of_them() -> list[int]:
+        return await asyncio.gather(*(stream(number) for number in range(64)))
+
+    assert asyncio.run(all_of_them()) == [8] * 64
+    front.at_rest()
+
+
+@pytest.mark.nightly
+def test_256_streams_and_the_first_token_of_an_idle_engine() -> None:
+    script = Path(__file__).parents[2] / "benches" / "serving.py"
+    made = subprocess.run([sys.executable, str(script), "--json"], capture_output=True, timeout=600, check=True)
+    figures = json.loads(made.stdout)
+    assert figures["streams"]["lost"] == 0 and figures["first_token"]["added_ms"] <= 5
 
 
 @pytest.mark.nightly

@@ -208,6 +208,26 @@ async def test_a_record_says_what_was_done_and_no_text() -> None:
 
 
 @in_loop
+async def test_a_request_holds_its_place_while_it_is_prepared() -> None:
+    async with scripted(ServerSettings(served_model_name=("m",), max_queued_requests=0), max_num_seqs=1) as app:
+        compiling = asyncio.Event()
+
+        async def compile_grammar(_: object) -> None:
+            compiling.set()
+            await asyncio.Event().wait()
+
+        app.front.compile_grammar = compile_grammar  # type: ignore[method-assign, assignment]
+        first = app.send("POST", "/v1/completions", {**BODY, "structured_outputs": {"regex": "a+"}})
+        await compiling.wait()
+        assert (await app.send("POST", "/v1/completions", BODY).done()).status == 503
+        first.leave()
+        await first.done()
+        again = app.send("POST", "/v1/completions", BODY)
+        app.front.feed(await app.front.only(), app.front.ids("ab"), "length")
+        assert (await again.done()).status == 200
+
+
+@in_loop
 async def test_one_id_twice_at_once_is_two_requests() -> None:
     async with scripted() as app:
         calls = [app.send("POST", "/v1/completions", {**BODY, "request_id": "same"}) for _ in range(2)]

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+import uvicorn.server as uvicorn_server
 
 from deepinfer.errors import ConfigError
 from deepinfer.server.errors import ApiError
 from deepinfer.server.http.body import parse_json
+from deepinfer.server.http.listen import http_protocol
 from deepinfer.server.keys import digest, read_keys
 from deepinfer.server.settings import ServerSettings
 from deepinfer.server.tenants import Bucket, Tenant
@@ -99,6 +102,34 @@ async def test_a_page_of_another_origin_must_ask_first() -> None:
         assert allowed.status == 200 and allowed.headers["access-control-allow-origin"] == "http://good.example"
         asked["origin"] = "http://evil.example"
         assert "access-control-allow-origin" not in (await app.send("OPTIONS", "/v1/completions", headers=asked).done()).headers
+
+
+@in_loop
+async def test_a_client_that_reads_nothing_is_cut_off_and_one_that_reads_slowly_is_not() -> None:
+    class Transport(asyncio.Transport):
+        aborted = 0
+
+        def abort(self) -> None:
+            self.aborted += 1
+
+        def is_closing(self) -> bool:
+            return False
+
+    async with scripted(settings(write_timeout=0.05)) as app:
+        transport = Transport()
+        config = uvicorn.Config(app.app, log_config=None)
+        protocol: Any = http_protocol(app.state.settings)(config=config, server_state=uvicorn_server.ServerState(), app_state={})  # type: ignore[call-arg]
+        protocol.connection_made(transport)
+        for _ in range(4):
+            protocol.pause_writing()
+            await asyncio.sleep(0.02)
+            protocol.resume_writing()
+        await asyncio.sleep(0.1)
+        assert not transport.aborted
+        protocol.pause_writing()
+        await asyncio.sleep(0.1)
+        assert transport.aborted == 1
+        protocol.connection_lost(ConnectionResetError())
 
 
 # Admission

@@ -6,7 +6,7 @@ queue, tenants' limits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from deepinfer.server.errors import ApiError, BadRequestError
@@ -26,8 +26,8 @@ class Admission:
         self.turned_away = 0
 
     @contextmanager
-    def admit(self, answers: int, tokens: int) -> Iterator[None]:
-        """Takes a request in for as long as the block lasts.
+    def admit(self, answers: int) -> Iterator[Callable[[int], None]]:
+        """Takes a request in for as long as the block lasts; gives what to call with its tokens, once they are counted.
 
         Raises:
             ApiError: there is no room now (503), or never (400).
@@ -36,17 +36,24 @@ class Admission:
             raise BadRequestError(
                 f"the request asks for {answers} answers at once, at most {self.most_answers} are taken in; lower n or send fewer prompts"
             )
-        full = "queue" if self.answers + answers > self.most_answers else None
-        if self.most_tokens and self.tokens and self.tokens + tokens > self.most_tokens:
-            full = full or "tokens"
-        if full is not None:
-            self.turned_away += 1
-            what = "requests wait" if full == "queue" else "tokens are in flight"
-            raise ApiError(503, f"the server is busy: too many {what}; try again", code=f"{full}_full", retry_after=1)
+        if self.answers + answers > self.most_answers:
+            raise self._busy("too many requests wait", "queue_full")
+        taken = 0
+
+        def take(tokens: int) -> None:
+            nonlocal taken
+            if self.most_tokens and self.tokens and self.tokens + tokens > self.most_tokens:
+                raise self._busy("too many tokens are in flight", "tokens_full")
+            taken += tokens
+            self.tokens += tokens
+
         self.answers += answers
-        self.tokens += tokens
         try:
-            yield
+            yield take
         finally:
             self.answers -= answers
-            self.tokens -= tokens
+            self.tokens -= taken
+
+    def _busy(self, why: str, code: str) -> ApiError:
+        self.turned_away += 1
+        return ApiError(503, f"the server is busy: {why}; try again", code=code, retry_after=1)

@@ -50,6 +50,10 @@ SAMPLING = (
 """Passed on under their own names to SamplingParams, which checks ranges."""
 
 _LISTS = ("stop", "stop_token_ids", "bad_words")
+_MOST_ENTRIES = 1024
+"""Of a list of these, and of ``logit_bias``."""
+_MOST_CHARACTERS = 1 << 16
+"""Of all strings of such a list: each costs time before the engine hears of the request."""
 
 _NAME = re.compile(r"\w+")
 
@@ -60,12 +64,19 @@ def sampling_values(body: Mapping[str, Any], names: Sequence[str] = SAMPLING) ->
     """Those of the fields that a body has; ``null`` is as good as absent.
 
     Raises:
-        BadRequestError: a list is something else.
+        BadRequestError: a list is something else, or too long.
     """
     values = {name: body[name] for name in names if body.get(name) is not None}
     for name in _LISTS:
         if name in values and not isinstance(values[name], list) and not (name != "stop_token_ids" and isinstance(values[name], str)):
             raise BadRequestError(f"{name} must be a list", param=name)
+    for name in (*_LISTS, "logit_bias"):
+        value = values.get(name)
+        if isinstance(value, list | dict) and len(value) > _MOST_ENTRIES:
+            raise BadRequestError(f"{name} has {len(value)} entries, at most {_MOST_ENTRIES} are served", param=name)
+        texts = [value] if isinstance(value, str) else value if isinstance(value, list) else ()
+        if sum(len(text) for text in texts if isinstance(text, str)) > _MOST_CHARACTERS:
+            raise BadRequestError(f"{name} has more than {_MOST_CHARACTERS} characters", param=name)
     return values
 
 
@@ -79,6 +90,12 @@ def sampling_params(call: Call, values: Mapping[str, Any], renamed: Mapping[str,
     Raises:
         BadRequestError: one of them is out of range, or two conflict; ``param`` says which.
     """
+    most = call.state.settings.max_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        count = values.get(name)
+        if isinstance(count, int) and most >= 0 and (count > most or count == -1):
+            spelled = (renamed or {}).get(name, name)
+            raise BadRequestError(f"{spelled} must be at most {most} here, got {count}", param=spelled, code="invalid_value")
     try:
         return call.state.llm.default_sampling_params(**{"traffic_class": call.tenant.traffic_class, **values})
     except SamplingParamsError as e:

@@ -53,14 +53,16 @@ async def generate(call: Call, jobs: Sequence[Job], stream: bool) -> AsyncGenera
     """
     state = call.state
     state.check_open()
-    prepared = [await _prepare(call, job, stream, len(jobs) > 1) for job in jobs]
-    state.check_open()  # it took its time
-    answers = sum(p.request.params.n for p in prepared)
-    tokens = sum(len(p.request.prompt_ids) + p.request.max_new * p.request.params.n for p in prepared)
-    with state.admission.admit(answers, tokens):
+    with state.admission.admit(sum(job.params.n for job in jobs)) as take:
+        prepared = []
+        for job in jobs:
+            prepared.append(await _prepare(call, job, stream, len(jobs) > 1))
+            if len(jobs) > 1:
+                await asyncio.sleep(0)  # others have their turn
+        state.check_open()  # it took its time
+        take(sum(len(p.request.prompt_ids) + p.request.max_new * p.request.params.n for p in prepared))
         call.answer_headers.update(call.tenant.pay(sum(len(p.request.prompt_ids) for p in prepared)))
-        records = [PromptRecord(p.request.params, len(p.request.prompt_ids)) for p in prepared]
-        call.record.prompts = records
+        call.record.prompts = records = [PromptRecord(p.request.params, len(p.request.prompt_ids)) for p in prepared]
         try:
             async with contextlib.aclosing(_run(call, prepared)) as outputs:
                 async for place, output in outputs:

@@ -71,12 +71,18 @@ class ServerSettings:
     max_tokens_in_flight: int = _setting(
         0, "integer", "most prompt and answer tokens of all requests taken in, answers at their longest (default: no limit)"
     )
+    max_logprobs: int = _setting(
+        20, "integer", "most likely tokens that a request may ask for at each position; -1 is no limit (default: 20)"
+    )
     max_body_bytes: int = _setting(8 << 20, "integer", "most bytes of a request's body (default: 8388608)")
     max_json_depth: int = _setting(64, "integer", "deepest nesting of a request's JSON (default: 64)")
     max_connections: int = _setting(4096, "integer", "most connections open at once (default: 4096)")
     header_timeout: float = _setting(10.0, "number", "seconds for a request's headers to arrive (default: 10)")
     body_timeout: float = _setting(30.0, "number", "seconds for a request's body to arrive (default: 30)")
     keep_alive_timeout: float = _setting(75.0, "number", "seconds after which a connection without requests is closed (default: 75)")
+    write_timeout: float = _setting(
+        300.0, "number", "seconds after which a client that reads nothing of its answer is cut off (default: 300)"
+    )
     ping_interval: float = _setting(15.0, "number", "seconds of silence after which a stream gets a comment line (default: 15)")
     front_processes: int = _setting(1, "integer", "processes that answer clients, on one port and one engine (default: 1)")
     drain_timeout: float = _setting(30.0, "number", "seconds that running requests are given at SIGTERM (default: 30)")
@@ -97,6 +103,7 @@ class ServerSettings:
             ("port", 0, 65535),
             ("max_queued_requests", 0, None),
             ("max_tokens_in_flight", 0, None),
+            ("max_logprobs", -1, None),
             ("max_body_bytes", 1, None),
             ("max_json_depth", 1, 500),
             ("max_connections", 1, None),
@@ -106,7 +113,7 @@ class ServerSettings:
             if not low <= value <= (value if high is None else high):
                 span = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise ConfigError(f"{flag(name)} must be {span}, got {value}")
-        for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "ping_interval"):
+        for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout", "ping_interval"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{flag(name)} must be a number of seconds above 0, got {getattr(self, name):g}")
         if not 0 <= self.drain_timeout < float("inf"):

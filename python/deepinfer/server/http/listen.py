@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from deepinfer.errors import ConfigError
 from deepinfer.server.errors import ApiError
@@ -23,6 +23,9 @@ from deepinfer.server.settings import ServerSettings
 
 MOST_HEADER_BYTES = 64 << 10
 """Request line and headers together."""
+
+_MOST_PIPELINED = 8
+"""Requests that may wait behind one on the same connection; nobody who does that sends more."""
 
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
@@ -108,6 +111,8 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
     class LimitedProtocol(HttpToolsProtocol):
         _waiting: asyncio.TimerHandle | None = None
+        _stuck: asyncio.TimerHandle | None = None
+        _answering: RequestResponseCycle | None = None
         _header_bytes = 0
         _in_headers = True
 
@@ -120,7 +125,30 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._headers_are_there()
+            self._reads_again()
             super().connection_lost(exc)
+            if self._answering is not None and self._answering is not self.cycle:
+                # The base class tells the newest request only, and behind the one that is answered others may wait.
+                self._answering.disconnected = True
+                self._answering.message_event.set()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            if self._stuck is None:
+                self._stuck = self.loop.call_later(settings.write_timeout, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._reads_again()
+
+        def _reads_again(self) -> None:
+            if self._stuck is not None:
+                self._stuck.cancel()
+                self._stuck = None
+
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+            self._answering = cycle
+            super()._start_asgi_task(cycle, app)
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
@@ -142,6 +170,10 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
             self._in_headers, self._header_bytes = False, 0
             self._headers_are_there()
             super().on_headers_complete()
+            if len(self.pipeline) > _MOST_PIPELINED:
+                self.transport.abort()
+            elif self.pipeline:
+                self.flow.resume_reading()  # else nobody would notice that the client leaves
 
         def send_400_response(self, msg: str) -> None:
             self._turn_away(ApiError(400, "this is no HTTP request that can be read", code="invalid_http"))
