@@ -100,9 +100,9 @@ def sampling_params(call: Call, values: Mapping[str, Any], renamed: Mapping[str,
         return call.state.llm.default_sampling_params(**{"traffic_class": call.tenant.traffic_class, **values})
     except SamplingParamsError as e:
         named = _NAME.match(str(e))
-        name = named[0] if named is not None and named[0] in SamplingParams.__dataclass_fields__ else None
-        shown = (renamed or {}).get(name, name) if name is not None else None
-        message = str(e) if shown == name else str(e).replace(str(name), str(shown), 1)
+        field = named[0] if named is not None and named[0] in SamplingParams.__dataclass_fields__ else None
+        shown = (renamed or {}).get(field, field) if field is not None else None
+        message = str(e) if shown == field else str(e).replace(str(field), str(shown), 1)
         raise BadRequestError(message, param=shown, code="invalid_value") from None
 
 
