@@ -24,8 +24,9 @@ from deepinfer.sampling import SamplingParams
 from deepinfer.server.metrics import engine as engine_metrics
 from deepinfer.server.metrics import grammars
 from deepinfer.server.metrics.engine import COUNTERS, ELSEWHERE, GAUGES, Snapshot, families
-from deepinfer.server.metrics.front import GAP, WeightedHistogram
+from deepinfer.server.metrics.front import GAP
 from deepinfer.server.metrics.snapshots import Snapshots
+from deepinfer.server.metrics.weighted import WeightedHistogram
 from deepinfer.server.settings import ServerSettings
 from engine_kit import collect, make_engine, random_prompts, request, tiny_checkpoint
 from server_kit import Served, scripted, serving
@@ -127,9 +128,16 @@ def test_every_count_of_compiling_grammars_is_shown(device: str) -> None:
     with LLM(api_kit.tiny_model(), device=device, **api_kit.SETTINGS) as llm:
         stats = llm.structured_stats()
     assert grammars.unknown(stats) == set() and grammars.unknown({"new": 1.0}) == {"new"}
-    counts = {name: float(i) for i, name in enumerate(stats)}
-    made = [s.value for family in grammars.families("m", counts) for s in family.samples if not s.name.endswith("seconds_count")]
-    assert sorted(made) == sorted(value for name, value in counts.items() if name != "compile_seconds_count")
+    registry = CollectorRegistry()
+    metrics = grammars.GrammarMetrics(registry, "m")
+    metrics.sync({})
+    for factor in (1.0, 3.0):
+        counts = {name: i * factor for i, name in enumerate(stats)}
+        metrics.sync(counts)
+    made = {s.name: s.value for m in registry.collect() for s in m.samples if not s.name.endswith(("_bucket", "_created", "seconds_count"))}
+    assert sorted(made.values()) == sorted(value for name, value in counts.items() if "_le_" not in name and not name.endswith("_count"))
+    buckets = [s.value for m in registry.collect() for s in m.samples if s.name.endswith("_bucket")]
+    assert buckets == [value for name, value in counts.items() if "_le_" in name]
 
 
 def test_accepted_lengths_are_told_from_what_was_taken_at_each_position(snapshot: EngineMetrics) -> None:
@@ -263,7 +271,7 @@ def test_who_scrapes_never_waits_for_a_long_step(snapshot: EngineMetrics, monkey
         assert engine.asked == asked + 1, "who comes meanwhile waits for the same answer"
         assert all(each["engine"].metrics is snapshot and each["engine"].age >= 0.2 for each in both)
         assert time.monotonic() - began < 5
-        snapshots.close()
+        assert snapshots.asking is not None and snapshots.asking.cancel()
 
     asyncio.run(look())
 

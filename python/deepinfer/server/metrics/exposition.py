@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from deepinfer.server.metrics import engine, grammars, vllm
+from deepinfer.server.metrics import engine, vllm
 from deepinfer.server.metrics.engine import PREFIX, Snapshot
 from deepinfer.server.metrics.front import FrontMetrics
 from deepinfer.server.metrics.snapshots import Snapshots
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable that names the folder of the values of several front processes."""
+
+
+_SYNC = 1.0
+"""Seconds between two times that one of several front processes tells the others what is of the moment."""
 
 
 class Collector(Protocol):
@@ -51,6 +55,13 @@ class ServerMetrics:
         self._front: Collector = MultiProcessCollector(CollectorRegistry(), shared) if own is None else own
         self._process = None if shared else ProcessCollector(registry=None)
         self._snapshots = Snapshots(state.llm)
+        # Another process may be the one that is scraped.
+        self._syncing = asyncio.create_task(self._sync()) if shared else None
+
+    async def _sync(self) -> None:
+        while True:
+            await asyncio.sleep(_SYNC)
+            self.front.sync(self._state)
 
     async def page(self, accept: str = "") -> tuple[bytes, str]:
         """The text and its content type, in the form that ``accept`` asks for."""
@@ -81,11 +92,13 @@ class ServerMetrics:
         for name, count in llm.restarts.items():
             restarts.add_metric([model, name], count)
         yield restarts
-        yield from grammars.families(model, llm.structured_stats())
 
     def close(self) -> None:
-        """Asks the engine no more."""
-        self._snapshots.close()
+        """Asks the engine no more, and leaves its counts to the other processes. May be called from another thread."""
+        self.front.sync(self._state)
+        for task in (self._syncing, self._snapshots.asking):
+            if task is not None:
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 class _Page:

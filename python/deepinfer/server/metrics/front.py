@@ -9,13 +9,14 @@ added up by whoever is scraped.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from deepinfer.server.metrics.engine import PREFIX
+from deepinfer.server.metrics.grammars import GrammarMetrics
+from deepinfer.server.metrics.weighted import WeightedHistogram
 from deepinfer.server.records import CLIENT_LEFT, CallRecord, PromptRecord
 
 if TYPE_CHECKING:
@@ -53,15 +54,6 @@ ANSWERS = (1, 2, 5, 10, 20)
 
 _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 _TURNED_AWAY = (401, 403, 429, 503)
-
-
-class WeightedHistogram(Histogram):
-    """A histogram that takes one value for several observations: the tokens of one output came at one gap each."""
-
-    def observe_many(self, value: float, count: int) -> None:
-        """``count`` observations of ``value``."""
-        self._sum.inc(value * count)
-        self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
 
 
 class FrontMetrics:
@@ -122,6 +114,7 @@ class FrontMetrics:
         self._prompt_length = histogram("request_prompt_tokens", "tokens of a prompt", TOKENS)
         self._answer_length = histogram("request_generation_tokens", "tokens of a prompt's answers", TOKENS)
         self._n = histogram("request_params_n", "answers asked for", ANSWERS)
+        self._grammars = GrammarMetrics(registry, model)
         self._calls_now = gauge("http_requests_in_flight", "HTTP requests that are being answered")
         self._answers_now = gauge("requests_in_flight", "answers that were taken in and have not ended")
         self._tokens_now = gauge("tokens_in_flight", "prompt and longest answer tokens of these")
@@ -190,7 +183,8 @@ class FrontMetrics:
                 self._gap.observe_many(decode * prompt.params.n / further, further)
 
     def sync(self, state: ServerState) -> None:
-        """Sets what is of this moment."""
+        """Sets what is of this moment, and takes over what is counted elsewhere in this process."""
+        self._grammars.sync(state.llm.structured_stats())
         self._calls_now.set(len(state.calls))
         self._answers_now.set(state.admission.answers)
         self._tokens_now.set(state.admission.tokens)

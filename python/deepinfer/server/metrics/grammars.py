@@ -1,15 +1,19 @@
 """What compiling grammars counts, as Prometheus metrics.
 
 Owns: names and helps of these. Never touches: how grammars are compiled (see `deepinfer.structured`).
+
+Each front process compiles for itself, so its counts are added to metrics that front processes may share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deepinfer.server.metrics.engine import PREFIX
+from deepinfer.server.metrics.weighted import WeightedHistogram
+from deepinfer.structured.service import SECONDS_BUCKETS
 
 _COUNTERS = {
     "compiles": "grammars compiled",
@@ -33,28 +37,40 @@ _GAUGES = {
     "queued": "compilations that wait for one",
 }
 _TIME = "compile_seconds"
+_BOUNDS = (*map(str, SECONDS_BUCKETS), "+Inf")
 
 
-def families(model: str, stats: Mapping[str, float]) -> Iterator[Metric]:
-    """Everything in the counts of `AsyncLLM.structured_stats`; nothing before the model is loaded."""
-    if not stats:
-        return
-    for name, said in _COUNTERS.items():
-        counter = CounterMetricFamily(f"{PREFIX}grammar_{name}", said, labels=["model_name"])
-        counter.add_metric([model], stats[name])
-        yield counter
-    for name, said in _GAUGES.items():
-        gauge = GaugeMetricFamily(f"{PREFIX}grammar_{name}", said, labels=["model_name"])
-        gauge.add_metric([model], stats[name])
-        yield gauge
-    prefix = f"{_TIME}_le_"
-    buckets = [(name.removeprefix(prefix), value) for name, value in stats.items() if name.startswith(prefix)]
-    histogram = HistogramMetricFamily(f"{PREFIX}grammar_{_TIME}", "time that compiling a grammar took", labels=["model_name"])
-    histogram.add_metric([model], buckets, stats[f"{_TIME}_sum"])
-    yield histogram
+class GrammarMetrics:
+    """Metrics that follow the counts of `AsyncLLM.structured_stats`."""
+
+    def __init__(self, registry: CollectorRegistry | None, model: str) -> None:
+        labels = ("model_name",)
+        name = PREFIX + "grammar_"
+        self._counters = {key: Counter(name + key, said, labels, registry=registry).labels(model) for key, said in _COUNTERS.items()}
+        live = "livesum"  # of the front processes that there are
+        self._gauges = {k: Gauge(name + k, said, labels, registry=registry, multiprocess_mode=live).labels(model) for k, said in _GAUGES.items()}
+        said = "time that compiling a grammar took"
+        self._time = WeightedHistogram(name + _TIME, said, labels, registry=registry, buckets=SECONDS_BUCKETS).labels(model)
+        self._told: Mapping[str, float] = {}
+
+    def sync(self, stats: Mapping[str, float]) -> None:
+        """Adds what was counted since the last time; nothing before the model is loaded."""
+        if not stats:
+            return
+
+        def rise(name: str) -> float:
+            return stats[name] - self._told.get(name, 0.0)
+
+        for key, counter in self._counters.items():
+            counter.inc(rise(key))
+        for key, gauge in self._gauges.items():
+            gauge.set(stats[key])
+        below = [rise(f"{_TIME}_le_{bound}") for bound in _BOUNDS]
+        self._time.add([now - before for now, before in zip(below, [0.0, *below], strict=False)], rise(f"{_TIME}_sum"))
+        self._told = dict(stats)
 
 
 def unknown(stats: Mapping[str, float]) -> set[str]:
     """Counts that have no metric."""
-    known = {*_COUNTERS, *_GAUGES, f"{_TIME}_sum", f"{_TIME}_count"}
-    return {name for name in stats if name not in known and not name.startswith(f"{_TIME}_le_")}
+    known = {*_COUNTERS, *_GAUGES, f"{_TIME}_sum", f"{_TIME}_count", *(f"{_TIME}_le_{bound}" for bound in _BOUNDS)}
+    return set(stats) - known

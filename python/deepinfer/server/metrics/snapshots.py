@@ -49,7 +49,7 @@ class Snapshots:
             taken = await self._llm.metrics()
             self._taken, self._at = taken, time.monotonic()
 
-    def close(self) -> None:
-        """Asks no more."""
-        if self._asking is not None:
-            self._asking.cancel()
+    @property
+    def asking(self) -> asyncio.Task[None] | None:
+        """The newest question to the engine, if there was one."""
+        return self._asking
