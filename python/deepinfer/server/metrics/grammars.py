@@ -47,8 +47,10 @@ class GrammarMetrics:
         labels = ("model_name",)
         name = PREFIX + "grammar_"
         self._counters = {key: Counter(name + key, said, labels, registry=registry).labels(model) for key, said in _COUNTERS.items()}
-        live = "livesum"  # of the front processes that there are
-        self._gauges = {k: Gauge(name + k, said, labels, registry=registry, multiprocess_mode=live).labels(model) for k, said in _GAUGES.items()}
+        self._gauges = {}
+        for key, said in _GAUGES.items():
+            gauge = Gauge(name + key, said, labels, registry=registry, multiprocess_mode="livesum")
+            self._gauges[key] = gauge.labels(model)
         said = "time that compiling a grammar took"
         self._time = WeightedHistogram(name + _TIME, said, labels, registry=registry, buckets=SECONDS_BUCKETS).labels(model)
         self._told: Mapping[str, float] = {}
