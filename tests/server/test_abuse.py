@@ -26,9 +26,59 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "hello", "add_special_tokens": True}),
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": True}),
     ("/detokenize", {"tokens": [5, 6, 7]}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "max_completion_tokens": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+            ],
+            "response_format": {"type": "text"},
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": "x"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+                },
+                {"role": "tool", "tool_call_id": "a", "content": "1"},
+            ],
+            "max_tokens": 2,
+            "stream": True,
+            "n": 2,
+            "temperature": 1,
+        },
+    ),
+    ("/v1/responses", {"input": [{"role": "user", "content": "x"}], "max_output_tokens": 16, "instructions": "i", "stream": True}),
+    (
+        "/v1/responses",
+        {"input": "x", "max_output_tokens": 16, "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}},
+    ),
+    (
+        "/v1/messages",
+        {
+            "model": "tiny",
+            "max_tokens": 2,
+            "system": [{"type": "text", "text": "s"}],
+            "messages": [{"role": "user", "content": "x"}],
+            "stop_sequences": ["z"],
+        },
+    ),
+    ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}),
 ]
 
 # Each breaks any of the bodies above.
+# Values that stand in for others anywhere in a body.
+ODD: list[Any] = [None, True, -1, 0.5, 1 << 70, "", "x", "\ud800", [], {}, [None], {"type": "x"}, [[]], "<|im_end|>"]
+
 WRONG: dict[str, list[Any]] = {
     "prompt": [None, 5, {}, [], [None], [[]], [1, "a"], [True], "", -1, 1e400],
     "max_tokens": [0.5, -1, "2", [], {}, True],
@@ -63,6 +113,25 @@ def grammar(draw: random.Random) -> tuple[str, bytes]:
     if name == "prompt" and body[name] is None:
         del body[name]
     return "/v1/completions", json.dumps(body).encode()
+
+
+def replacement(draw: random.Random) -> tuple[str, bytes]:
+    """A good body in which a value somewhere is another one."""
+    path, good = draw.choice(GOOD)
+    body = json.loads(json.dumps(good))
+    places: list[tuple[Any, Any]] = []
+
+    def walk(value: Any) -> None:
+        for key in value if isinstance(value, dict) else range(len(value)):
+            places.append((value, key))
+            if isinstance(value[key], dict | list):
+                walk(value[key])
+
+    walk(body)
+    for _ in range(draw.randint(1, 2)):
+        value, key = draw.choice(places)
+        value[key] = draw.choice(ODD)
+    return path, json.dumps(body).encode()
 
 
 def mutation(draw: random.Random) -> tuple[str, bytes]:
@@ -111,8 +180,9 @@ def abuse(front: Local, count: int, seed: int = 7) -> None:
         if number == count // 4:
             front.at_rest()
             start = resident()
-        wrong = draw.random() < 0.5
-        path, body = (grammar if wrong else mutation)(draw)
+        make = draw.choice((grammar, grammar, mutation, replacement))
+        path, body = make(draw)
+        wrong = make is grammar
         if draw.random() < 0.02:  # truncated: less than it says, then gone
             with socket.create_connection(("127.0.0.1", front.port)) as cut:
                 head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body) + 50}\r\n\r\n".encode()
@@ -127,7 +197,7 @@ def abuse(front: Local, count: int, seed: int = 7) -> None:
         if answer.status >= 400:
             assert json.loads(said)["error"]["message"], (path, body, said)
     front.at_rest()
-    assert statuses.get(400, 0) > count / 2
+    assert statuses.get(400, 0) > count / 2, statuses
     assert resident() - start < 24 << 20, f"{(resident() - start) >> 20} MiB more"
 
 
