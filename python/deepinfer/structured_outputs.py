@@ -32,7 +32,8 @@ class StructuredOutputs:
         any_whitespace: allow blanks and line breaks between JSON tokens; else ``", "`` and ``": "`` and nothing more.
         max_whitespace: most of them at one place; ``None`` = no limit.
 
-    Objects of a schema have no properties but those it names, unless it says so itself (``additionalProperties``).
+    Objects of a schema have no properties but those it names, unless it says so itself (``additionalProperties``). Strings with
+    ``minLength`` or ``maxLength`` have no quotes, backslashes or line breaks in them.
     """
 
     json: Mapping[str, Any] | str | bool | None = None

@@ -42,6 +42,9 @@ def test_json_by_schema_and_control_tokens_stay_out(device: str) -> None:
             assert set(answer.token_ids) & control == {answer.token_ids[-1]}
         assert len({o.outputs[0].text for o in outputs}) > 1
         assert llm.structured_stats()["compiles"] == 1
+        counted = llm.metrics().grammars
+        assert counted["fills"] > 60 and counted["slow_fills"] == 0
+        assert counted["fill_seconds"] / counted["fills"] < 0.002, "a mask costs some microseconds; bounded strings have cost milliseconds"
         (word,) = llm.chat(
             question, SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputs(choice=["Paris", "Rome"]))
         )

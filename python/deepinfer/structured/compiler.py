@@ -30,8 +30,6 @@ _MOST_SAID = 300
 _MAY_BOUND = re.compile(r'"(?:min|max)Length"')
 _WRONG_CLASS = r"[^\"\\\r\n]"
 _RIGHT_CLASS = r"[^\0-\x1f\"\\]"
-_CHARACTER_RULE = re.compile(rf"^(\S+ ::= )\(\({re.escape(_RIGHT_CLASS)}\)\)", re.MULTILINE)
-_RIGHT_RULE = rf'(({_RIGHT_CLASS}) | ("\\" [\"\\/bfnrt]))'
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,10 @@ class Compiler:
         raise GrammarError(f"there is no grammar of kind {kind!r}")
 
     def _mended(self, grammar: Any) -> Any:
-        """Strings with a length may hold control characters there, which JSON forbids, and no escapes: their characters are put right."""
+        """Lets no control characters into strings with a length, where JSON forbids them. There are no escapes in these strings either; a
+        rule with both makes masks a thousand times slower."""
         text = str(grammar)
-        mended = _CHARACTER_RULE.sub(lambda m: m[1] + _RIGHT_RULE, text.replace(_WRONG_CLASS, _RIGHT_CLASS))
+        mended = text.replace(_WRONG_CLASS, _RIGHT_CLASS)
         return grammar if mended == text else self._bindings.Grammar.from_ebnf(mended)
 
     def _first_mask(self, compiled: Any) -> None:
