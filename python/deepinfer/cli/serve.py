@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -77,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def server_settings(args: argparse.Namespace) -> Any:
     """The settings that were given."""
+    from deepinfer.engine import environ
     from deepinfer.server.settings import ServerSettings, about
 
     given: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def server_settings(args: argparse.Namespace) -> Any:
         value = getattr(args, name)
         if value is not None:
             given[name] = tuple(value) if a.kind == "list" else value
-    if key := os.environ.get("DEEPINFER_API_KEY"):
+    if key := environ.get("DEEPINFER_API_KEY"):
         given["api_key"] = (*given.get("api_key", ()), key)
     return ServerSettings(**given)
 

@@ -144,6 +144,14 @@ SWITCHES: tuple[Switch, ...] = (
         )
         for role in ("CHECK", "GET", "PUT")
     ),
+    Switch(
+        "DEEPINFER_API_KEY",
+        "text",
+        str,
+        None,
+        "a key that clients of `deepinfer serve` must send, and that `deepinfer top` sends",
+        secret=True,
+    ),
     Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),
 )
 _BY_NAME = {s.name: s for s in SWITCHES}

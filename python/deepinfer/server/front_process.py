@@ -43,7 +43,8 @@ def _receive(leash: socket.socket) -> bytes:
 
 async def _serve(start: FrontStart, engine: socket.socket, listener: socket.socket, leash: socket.socket) -> None:
     signals = Signals()
-    llm = SharedLLM(engine=SharedEngine(engine, start.engine_pid), place=start.place, generation=start.generation, **start.engine)
+    shared = SharedEngine(engine, start.engine_pid)
+    llm = SharedLLM(engine=shared, place=start.place, generation=start.generation, hang_timeout=start.settings.hang_timeout, **start.engine)
 
     def ready(_: object) -> None:
         with contextlib.suppress(OSError):

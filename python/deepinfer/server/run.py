@@ -92,7 +92,7 @@ class Signals:
 
 async def _serve(engine: dict[str, Any], settings: ServerSettings, bound: Bound, note: Note) -> int:
     signals = Signals()
-    llm = AsyncLLM(**engine)
+    llm = AsyncLLM(hang_timeout=settings.hang_timeout, **engine)
     try:
         if not await before(llm.ready(), signals.first):
             note("stopped before the model was loaded")

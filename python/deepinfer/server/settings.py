@@ -84,6 +84,9 @@ class ServerSettings:
         300.0, "number", "seconds after which a client that reads nothing of its answer is cut off (default: 300)"
     )
     ping_interval: float = _setting(15.0, "number", "seconds of silence after which a stream gets a comment line (default: 15)")
+    hang_timeout: float = _setting(
+        300.0, "number", "seconds of silence after which an engine process with work is ended; 0 is never (default: 300)"
+    )
     front_processes: int = _setting(1, "integer", "processes that answer clients, on one port and one engine (default: 1)")
     drain_timeout: float = _setting(30.0, "number", "seconds that running requests are given at SIGTERM (default: 30)")
     protect_metrics: bool = _setting(False, "switch", "ask for a key at /metrics, too")
@@ -116,8 +119,9 @@ class ServerSettings:
         for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout", "ping_interval"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{flag(name)} must be a number of seconds above 0, got {getattr(self, name):g}")
-        if not 0 <= self.drain_timeout < float("inf"):
-            raise ConfigError(f"--drain-timeout must be a number of seconds of at least 0, got {self.drain_timeout:g}")
+        for name in ("drain_timeout", "hang_timeout"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{flag(name)} must be a number of seconds of at least 0, got {getattr(self, name):g}")
         if self.chat_backend not in (about()["chat_backend"].choices or ()):
             raise ConfigError(f"--chat-backend must be auto, template or deepseek, got {self.chat_backend!r}")
         for name in ("served_model_name", "api_key"):
