@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from deepinfer import _core
+from deepinfer.engine.kv_store import identity_of
 from deepinfer.kvcache.block_tier import MemoryTier
 from deepinfer.kvcache.state_slices import HostSlices
 from deepseek_v41.test_slices import FIRST, STORED, Made, answers_alone, nats, stats_of, text
@@ -73,6 +75,10 @@ def test_what_is_computed_again_behind_a_fetch_is_counted_to_the_token(
         assert stats[f"start_{kind}"] == 1 and stats["prefill_tokens"] == length - start
         assert (stats["hit_tokens"], stats["rerun_tokens"]) == (hit, hit - start)
         assert counters["fetched"] == hit // 128 and counters["slices_fetched"] == (kind == "slice")
+        # What a command prints, without an engine, gives the same keys.
+        identity = identity_of(engine.config)
+        salt, _ = bytes.fromhex(identity.pop("salt")), identity.pop("tenant")
+        assert tier.check(_core.kv_keys(text(stored), salt=salt, **identity), 0)[0] == stored // 128
         assert counters["lost"] == counters["conflicts"] == counters["faults"] == 0 and at_rest(engine)
         assert engine.metrics().slices["gone"] == 0
     whole = alone(text(length))

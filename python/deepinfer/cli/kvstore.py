@@ -15,6 +15,7 @@ KINDS = {
     "serve": "serve a KV store over sockets until it is told to end",
     "agent": "share a host's memory between its engines, in front of a store",
     "check": "ask how much of a chain of keys is there",
+    "identity": "print what an engine's keys are made of besides tokens, for check",
     "stats": "show what a store holds, counts and met",
     "scrub": "read everything that is stored, find damage and have it repaired",
     "gc": "collect segments of which little lives",

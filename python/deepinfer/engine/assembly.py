@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 from deepinfer import _core
 from deepinfer.distributed import spread_experts
@@ -17,18 +16,18 @@ from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.data_parallel.membership import Membership
 from deepinfer.engine.hooks import EngineHooks
-from deepinfer.engine.kv_store import StoredSlices, StorePlan, StoreTraffic, open_tier, plan_store
+from deepinfer.engine.kv_store import NamesOfKv, StoredSlices, StorePlan, StoreTraffic, open_tier, plan_store
+from deepinfer.engine.kv_store.identity import names_of, salt_of, values_of
 from deepinfer.engine.model_options import block_tokens, configure_model, drafting_of
 from deepinfer.engine.mover import Bell
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
-from deepinfer.engine.state_hits import SnapshotPlan, hit_rule, modest_bytes, plan_snapshots, window_hits
+from deepinfer.engine.state_hits import SnapshotPlan, hit_rule, modest_bytes, plan_snapshots
 from deepinfer.engine.state_slices import SlicePlan, StateSlices, plan_slices
 from deepinfer.engine.step_loop import RING_SLOTS
 from deepinfer.engine.swap import SwapPlan, plan_swap
 from deepinfer.errors import ConfigError
-from deepinfer.kernels import KERNEL_SET
 from deepinfer.kvcache.block_tier import BlockTier
-from deepinfer.kvcache.layout import KvLayout, form_of
+from deepinfer.kvcache.layout import KvLayout
 from deepinfer.kvcache.state_slices import HostSlices, SliceTier
 from deepinfer.models import ResolvedModel, load_model, resolve_model
 from deepinfer.models.base import Model, ModelOptions, PagedGroup, RemarkingModel, StateGroup
@@ -39,18 +38,6 @@ from deepinfer.worker import sync_guard
 from deepinfer.worker.device_queue import make_queue
 from deepinfer.worker.runner import Lookup, ModelRunner, Restore, RunnerLimits
 from deepinfer.worker.slice_copies import SliceCopies
-
-
-class NamesOfKv(TypedDict):
-    """Fields of `_core.CoreConfig` and `_core.kv_keys` that root the hash chain."""
-
-    model: str
-    revision: str
-    weight_format: str
-    kv_format: str
-    numerics: str
-    hit_policy: str
-    salt: bytes
 
 
 @dataclass
@@ -136,23 +123,12 @@ class Assembly:
 
     def names_of_kv(self) -> NamesOfKv:
         """What the names of this engine's KV are made of besides tokens and the size of a block."""
-        identity = self._kv_identity
-        return {
-            "model": identity["model"],
-            "revision": identity["revision"],
-            "weight_format": identity["weights"],
-            # Slices of states and what is in a KV store are found by hash alone, by other engines too.
-            "kv_format": f"{identity['dtype']}/{form_of(self.paged, self.state)}" if self.state or self.store else identity["dtype"],
-            # The same operators give other bits on another processor or with another torch; only a store brings such KV together.
-            "numerics": f"{identity['numerics']}/{self.run.platform.arithmetic}" if self.store else identity["numerics"],
-            "hit_policy": identity["hit policy"],
-            "salt": self.salt,
-        }
+        return names_of(self._values, self.run, self.paged, self.state, self.store is not None, self.salt)
 
     @property
     def salt(self) -> bytes:
         """What every chain begins with: who shares a KV store. A request's own salt stands behind it."""
-        return b"" if self.store is None else self.config.kv_store_tenant.encode() + b"\0"  # which no name has
+        return b"" if self.store is None else salt_of(self.config)
 
     @property
     def _truncation(self) -> str:
@@ -161,22 +137,12 @@ class Assembly:
         return "off" if o.truncation == "off" else f"{o.truncation} {o.keep_tokens}"
 
     @property
-    def _kv_identity(self) -> dict[str, str]:
-        """What KV values depend on besides tokens and the shapes of the groups."""
-        dtype = str(self.run.dtype).removeprefix("torch.")
-        return {
-            "model": self.resolved.model_id,
-            "revision": self.resolved.revision,
-            "weights": f"dummy {self.config.seed}" if self.config.load_format == "dummy" else self.resolved.weight_format,
-            "dtype": dtype,
-            "numerics": f"{self.run.platform.name}/{KERNEL_SET}/{dtype}",
-            # A model that has nothing to make up is exact under either.
-            "hit policy": self.config.hit_policy if window_hits(self.state) else "exact",
-        }
+    def _values(self) -> dict[str, str]:
+        return values_of(self.config, self.run, self.resolved, self.state)
 
     def layout(self) -> KvLayout:
         """What the bytes of a sequence mean here."""
-        return KvLayout({**self._kv_identity, "prefill truncation": self._truncation}, self.paged, self.state)
+        return KvLayout({**self._values, "prefill truncation": self._truncation}, self.paged, self.state)
 
     def make_runner(self, core: _core.Core, lookup: Lookup, restore: Restore) -> ModelRunner:
         """The device side, sized as the core is, with its memory; ``lookup``, ``restore``: what it asks and tells."""
