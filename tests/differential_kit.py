@@ -1,7 +1,8 @@
 """Random work for an engine under random settings, and the same work one request at a time on a plain engine.
 
 ``Play.of(seed)`` is for a small Llama; with ``WINDOWS`` it is for the toy of ``window_toy``, whose hits need windows that pages do not
-hold: prompts have common beginnings, and snapshots are few, many or none.
+hold: prompts have common beginnings, and snapshots are few, many or none. With ``STORED`` and ``STORED_WINDOWS`` engines have a KV store
+that outlives them: a play has several lives, which share it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Kind:
     """What plays of one model are made of.
 
     ``ids``: token ids of prompts, from and below. ``text``: whether the model has a tokenizer. ``common``: longest beginning that prompts
-    share, besides what motifs give.
+    share, besides what motifs give. ``windows``: the toy of ``window_toy``. ``stored``: engines have a KV store, and several lives.
     """
 
     max_len: int = 112
@@ -38,12 +39,25 @@ class Kind:
     text: bool = True
     common: int = 0
     drafts: tuple[int, ...] = (1, 2, 4, 7)
+    lengths: tuple[int, ...] = (1, 2, 15, 16, 17, 31, 33, 48, 64)
+    windows: bool = False
+    stored: bool = False
 
 
 LLAMA = Kind()
 WINDOWS = Kind(
-    max_len=144, ids=(3, window_toy.VOCAB - 1), eos=(window_toy.VOCAB - 1,), text=False, common=90, drafts=(1, 2, window_toy.BACKTRACK)
+    max_len=144,
+    ids=(3, window_toy.VOCAB - 1),
+    eos=(window_toy.VOCAB - 1,),
+    text=False,
+    common=90,
+    drafts=(1, 2, window_toy.BACKTRACK),
+    windows=True,
 )
+# Objects of a store are 128 tokens.
+_STORED: dict[str, Any] = {"max_len": 352, "common": 290, "lengths": (40, 128, 129, 140, 255, 256, 257, 270, 300), "stored": True}
+STORED = replace(LLAMA, **_STORED)
+STORED_WINDOWS = replace(WINDOWS, **_STORED)
 
 
 class Walk:
@@ -116,6 +130,7 @@ class Play:
     jobs: list[Job] = field(default_factory=list)
     fault_every: int = 0
     fault_at: str = "forward"
+    lives: int = 1
     refused: dict[str, InvalidRequestError] = field(default_factory=dict)
 
     @classmethod
@@ -142,7 +157,7 @@ class Play:
                 "ngram_min": rng.choice((1, 1, 2)),
                 "draft_budget": rng.choice((None, 1, 5, 64, 64)),
             }
-        if kind is WINDOWS:
+        if kind.windows:
             settings |= {"load_format": "dummy", "state_snapshot_gib": rng.choice((None, 0, 0, 800 / 2**30, 3000 / 2**30))}
             settings["enable_prefix_caching"] = rng.random() < 0.85
         play = cls(seed, settings, rng.choice((None, (1e15, 1.0), (1e15, 1.0), (1.0, 1e15))))
@@ -150,15 +165,35 @@ class Play:
         motifs = [[rng.randrange(*kind.ids) for _ in range(rng.randint(1, 9))] for _ in range(3)]
         common = [rng.randrange(*kind.ids) for _ in range(kind.common)]
         play.jobs = [_job(rng, i, motifs, common, kind, crowd) for i in range(rng.randint(6 if crowd else 3, 12))]
+        if kind.stored:
+            play._store(rng, kind)
         return play
+
+    def _store(self, rng: random.Random, kind: Kind) -> None:
+        """Settings of a store, less where it is."""
+        self.settings |= {
+            "enable_prefix_caching": True,
+            "kv_store_tenant": rng.choice(("", "team")),
+            "kv_store_write": rng.choice(("on_finish", "write_through")),
+            "kv_prefetch": rng.choice(("wait", "wait", "timeout", "best_effort")),
+            "kv_prefetch_min_tokens": rng.choice((1, 128, 200)),
+        }
+        if kind.windows and rng.random() < 0.6:  # slices of states are kept where a block ends with an object
+            self.settings |= {"block_size": 128, "num_kv_blocks": -(-kind.max_len // 128) + rng.choice((0, 1, 4))}
+        self.lives = rng.randint(2, 3)
+
+    def parts(self) -> list[Play]:
+        """What each life does: of the jobs some, each behind as many steps of its own life."""
+        return [replace(self, jobs=self.jobs[at :: self.lives]) for at in range(self.lives)]
 
 
 def _job(rng: random.Random, i: int, motifs: list[list[int]], common: list[int], kind: Kind, crowd: bool) -> Job:
     most = kind.max_len
-    lengths = (1, 2, 15, 16, 17, 31, 33, 48, 64, most - 1, most - 5, rng.randint(1, most - 1))
+    lengths = (*kind.lengths, most - 1, most - 5, rng.randint(1, most - 1))
     length = rng.choice(lengths[: 6 if crowd else None])
     motif = rng.choice(motifs)
-    shared = common[: rng.choice((0, len(common) // 3, len(common)))]
+    parts = (0, len(common) // 2, len(common), len(common)) if kind.stored else (0, len(common) // 3, len(common))
+    shared = common[: rng.choice(parts)]
     prompt = (shared + motif * length)[:length]
     if rng.random() < 0.4:
         prompt[-1] = rng.randrange(*kind.ids)

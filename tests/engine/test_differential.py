@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import api_kit
 import differential_kit as kit
 import window_toy
-from deepinfer import LLM
+from deepinfer import LLM, RequestOutput
 from deepinfer.sampling import SamplingParams
 from engine_kit import collect, make_engine, random_prompts, request, same_bits, tiny_checkpoint
 
@@ -26,12 +27,18 @@ PLAIN = {
 }
 
 
-MODELS = {kit.LLAMA: api_kit.tiny_model, kit.WINDOWS: window_toy.toy_checkpoint}
 LLAMA, WINDOWS = (pytest.param(kind, id=name) for kind, name in ((kit.LLAMA, "llama"), (kit.WINDOWS, "windows")))
 
 
 def make(kind: kit.Kind, device: str, **settings: Any) -> LLM:
-    return LLM(MODELS[kind](), device=device, dtype="float32", quiet=True, num_threads=1, **settings)
+    return LLM(
+        window_toy.toy_checkpoint() if kind.windows else api_kit.tiny_model(),
+        device=device,
+        dtype="float32",
+        quiet=True,
+        num_threads=1,
+        **settings,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +48,7 @@ def alone(device: str) -> Iterator[Callable[[kit.Kind], LLM]]:
 
     def of(kind: kit.Kind) -> LLM:
         if kind not in made:
-            more = {"load_format": "dummy"} if kind is kit.WINDOWS else {}
+            more = {"load_format": "dummy"} if kind.windows else {}
             made[kind] = make(kind, device, **{**PLAIN, "max_model_len": kind.max_len, **more})
         return made[kind]
 
@@ -77,6 +84,55 @@ def test_everything_at_once_is_as_each_alone(
         pytest.skip("the toy is for a CPU")
     done = [check(kind, seed, device, alone) for seed in seeds]
     assert all(sum(d[name] for d in done) > 0 for name in reached), done
+
+
+def check_lives(kind: kit.Kind, seed: int, device: str, alone: Callable[[kit.Kind], LLM], folder: Path) -> dict[str, int]:
+    """Engines one after the other, each on what those before it stored."""
+    play = kit.Play.of(seed, kind)
+    found: dict[str, RequestOutput] = {}
+    wrong: list[str] = []
+    done: dict[str, int] = {}
+    for part in play.parts():
+        with make(kind, device, **play.settings, kv_store=f"dir:{folder / str(seed)}") as llm:
+            found |= kit.perform(llm, part)
+            assert llm.engine._store is not None and llm.engine._store.settle(60)
+            wrong += kit.leftovers(llm)
+            counters = llm.engine.metrics().store
+            assert counters is not None
+            for name in ("saved", "fetched", "slices_fetched"):
+                done[name] = done.get(name, 0) + counters[name]
+            wrong += [f"{name}: {counters[name]}" for name in ("conflicts", "lost", "faults") if counters[name]]
+    wrong += kit.differences(play, found, {job.name: kit.alone(alone(kind), job) for job in play.jobs})
+    assert not wrong and not play.refused, f"seed {seed}, {play.settings}: {wrong} {play.refused}"
+    return done
+
+
+@pytest.mark.parametrize(
+    ("kind", "seeds", "reached"),
+    [
+        pytest.param(kit.STORED, (4, 5), ("saved", "fetched"), id="llama"),
+        pytest.param(kit.STORED_WINDOWS, (0, 3), ("saved", "fetched", "slices_fetched"), id="windows"),
+    ],
+)
+def test_engines_that_share_a_store_answer_as_each_alone(
+    kind: kit.Kind, seeds: Sequence[int], reached: tuple[str, ...], device: str, alone: Callable[[kit.Kind], LLM], tmp_path: Path
+) -> None:
+    if kind.windows and device != "cpu":
+        pytest.skip("the toy is for a CPU")
+    done = [check_lives(kind, seed, device, alone, tmp_path) for seed in seeds]
+    assert all(sum(d[name] for d in done) > 0 for name in reached), done
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [kit.STORED, kit.STORED_WINDOWS], ids=["llama", "windows"])
+@pytest.mark.parametrize("first", range(1000, 1100, 10))
+def test_engines_that_share_a_store_at_length(
+    first: int, kind: kit.Kind, device: str, alone: Callable[[kit.Kind], LLM], tmp_path: Path
+) -> None:
+    if kind.windows and device != "cpu":
+        pytest.skip("the toy is for a CPU")
+    for seed in range(first, first + 10):
+        check_lives(kind, seed, device, alone, tmp_path)
 
 
 @pytest.mark.nightly
