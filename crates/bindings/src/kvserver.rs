@@ -55,6 +55,7 @@ impl KvServer {
             PolicyKind::MarginalHit => "marginal",
         };
         dict.set_item("policy", policy)?;
+        dict.set_item("directory", node.directory())?;
         dict.set_item("blocks", stats.blocks)?;
         dict.set_item("slices", stats.slices)?;
         Ok(dict)
@@ -96,6 +97,7 @@ impl KvAgent {
         dict.set_item("address", format!("agent:{}", node.agent().socket().display()))?;
         dict.set_item("metrics", node.metrics().map(|address| address.to_string()))?;
         dict.set_item("arena", node.agent().sizes().bytes)?;
+        dict.set_item("directory", node.directory())?;
         Ok(dict)
     }
 

@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use crate::agent::Agent;
 use crate::backend::Backend;
+#[cfg(feature = "redis")]
+use crate::directory::share::Share;
 use crate::error::Error;
 use crate::media::Media;
 use crate::media::local::Local;
@@ -52,10 +54,33 @@ pub fn open_store(settings: &Settings) -> Result<Arc<Store>, Error> {
     Ok(store)
 }
 
+/// Joins the store with others over its back end, if the settings say so.
+#[cfg(feature = "redis")]
+fn share(settings: &Settings, store: &Arc<Store>) -> Result<Option<Share>, Error> {
+    settings.directory.as_ref().map(|directory| Share::start(store, directory.clone())).transpose()
+}
+
+/// This build knows none.
+#[cfg(not(feature = "redis"))]
+enum Share {}
+
+#[cfg(not(feature = "redis"))]
+impl Share {
+    fn is_up(&self) -> bool {
+        match *self {}
+    }
+}
+
+#[cfg(not(feature = "redis"))]
+fn share(_: &Settings, _: &Arc<Store>) -> Result<Option<Share>, Error> {
+    Ok(None)
+}
+
 /// A running server.
 pub struct Node {
     server: Server,
     metrics: Option<Http>,
+    share: Option<Share>,
     _mender: Option<Mender>,
     _upkeep: Upkeep,
     store: Arc<Store>,
@@ -68,6 +93,7 @@ impl Node {
     /// [`Error::Invalid`] for settings that do not fit what is there, and those of the parts.
     pub fn start(settings: &Settings) -> Result<Self, Error> {
         let store = open_store(settings)?;
+        let share = share(settings, &store)?;
         let server = Server::start(Arc::clone(&store), settings.server.clone())?;
         let upkeep = Upkeep::start(&store, settings.tend_every)?;
         let mender = Mender::of(&store, &settings.media)?;
@@ -78,7 +104,7 @@ impl Node {
             }
             None => None,
         };
-        Ok(Self { server, metrics, _mender: mender, _upkeep: upkeep, store })
+        Ok(Self { server, metrics, share, _mender: mender, _upkeep: upkeep, store })
     }
 
     /// Where it listens, with the ports that were chosen.
@@ -89,6 +115,11 @@ impl Node {
     /// Where metrics are to be had.
     pub fn metrics(&self) -> Option<SocketAddr> {
         self.metrics.as_ref().map(Http::address)
+    }
+
+    /// Whether the directory server answers; none: the settings name none.
+    pub fn directory(&self) -> Option<bool> {
+        self.share.as_ref().map(Share::is_up)
     }
 
     /// What it serves.
@@ -114,6 +145,8 @@ pub struct AgentNode {
 
 /// A store of this process, with its upkeep.
 struct Own {
+    // Ends first, and tells others what is left to be told.
+    share: Option<Share>,
     store: Arc<Store>,
     _mender: Option<Mender>,
     _upkeep: Upkeep,
@@ -132,7 +165,8 @@ impl AgentNode {
             let store = open_store(settings)?;
             let upkeep = Upkeep::start(&store, settings.tend_every)?;
             let mender = Mender::of(&store, &settings.media)?;
-            Some(Own { store, _mender: mender, _upkeep: upkeep })
+            let share = share(settings, &store)?;
+            Some(Own { store, share, _mender: mender, _upkeep: upkeep })
         };
         let source: Arc<dyn Source> = match (&given.upstream, &own) {
             (Some(cluster), _) => Arc::new(cluster.clone()),
@@ -159,6 +193,11 @@ impl AgentNode {
     /// Where metrics are to be had.
     pub fn metrics(&self) -> Option<SocketAddr> {
         self.metrics.as_ref().map(Http::address)
+    }
+
+    /// Whether the directory server of its own store answers; none: there is none.
+    pub fn directory(&self) -> Option<bool> {
+        self.own.as_ref().and_then(|own| own.share.as_ref()).map(Share::is_up)
     }
 
     /// Takes no more puts, waits until the store has those it took, and ends.

@@ -6,7 +6,7 @@ import argparse
 
 from deepinfer.cli import console
 from deepinfer.cli.kvstore_options import size
-from deepinfer.cli.kvstore_serve import Ending, overrides
+from deepinfer.cli.kvstore_serve import Ending, overrides, unanswered
 
 EXAMPLES = (
     "deepinfer kvstore agent",
@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         about = agent.describe()
         metrics = f"; metrics on http://{about['metrics']}/metrics" if about["metrics"] else ""
         console.note(f"kvstore: agent at {about['address']}, {size(about['arena'])} of shared memory{metrics}")
+        unanswered(about["directory"])
         if args.json:
             console.print_json(about)
         ending.wait()

@@ -67,10 +67,17 @@ def ready(as_json: bool, server: _core.KvServer) -> None:
         f"kvstore: {about['media']} store in {about['root']}, {size(about['capacity'])}, policy {about['policy']}: "
         f"{about['blocks']:,} blocks, {about['slices']:,} slices"
     )
+    unanswered(about["directory"])
     metrics = f"; metrics on http://{about['metrics']}/metrics" if about["metrics"] else ""
     console.note(f"kvstore: listening on {', '.join(about['addresses'])}{metrics}")
     if as_json:
         console.print_json(about)
+
+
+def unanswered(directory: bool | None) -> None:
+    """Says it once if the directory server is not there: the store serves all the same."""
+    if directory is False:
+        console.note("kvstore: no server of directory.servers answers: what other stores hold is a miss until one does")
 
 
 class Ending:

@@ -20,6 +20,17 @@ impl Name {
         Self(format!("{number:08x}.seg"))
     }
 
+    /// The object of a numbered segment of the store with this id: several may write to one place.
+    pub fn segment_of(media: u64, number: u32) -> Self {
+        Self(format!("{media:016x}{number:08x}.seg"))
+    }
+
+    /// The number, of a segment of the store with this id.
+    pub fn number_of(&self, media: u64) -> Option<u32> {
+        let digits = self.0.strip_prefix(&format!("{media:016x}"))?.strip_suffix(".seg")?;
+        (digits.len() == 8).then(|| u32::from_str_radix(digits, 16).ok()).flatten()
+    }
+
     /// The number, of a segment's name.
     pub fn number(&self) -> Option<u32> {
         let digits = self.0.strip_suffix(".seg")?;

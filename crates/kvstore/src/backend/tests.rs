@@ -45,6 +45,10 @@ fn names_are_hex_and_a_suffix_or_nothing() {
         assert!(bad.parse::<Name>().is_err(), "{bad:?}");
     }
     assert_eq!(Name::segment(10).as_str(), "0000000a.seg");
+    let other = Name::segment_of(0xab, 10);
+    assert_eq!(other.as_str(), "00000000000000ab0000000a.seg");
+    assert_eq!((other.number_of(0xab), other.number_of(0xac), other.number()), (Some(10), None, None));
+    assert_eq!(Name::segment(10).number_of(0), None);
     assert_eq!(Name::segment(u32::MAX).number(), Some(u32::MAX));
     assert_eq!(["0.seg", "0000000a", "0000000a.tmp"].map(|other| name(other).number()), [None; 3]);
 }

@@ -1,25 +1,25 @@
 //! The directory in a Valkey or Redis server or cluster: for media that every process can read (an object store, a mounted directory), so that
 //! one finds what another wrote without an entry point between them.
 //!
-//! Soft state: everything here can be lost, and is then written again or recovered from the media. Keys carry their class's time to live,
-//! which begins again when a chain through them is asked for. A server that does not answer means misses; it is asked again after a while.
+//! Soft state: everything here can be lost, and is then written again by those who hold the objects. Keys live as long as what they tell of.
+//! A server that does not answer means misses; it is asked again after a while.
 
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use redis::cluster::{ClusterClient, ClusterConnection, cluster_pipe};
-use redis::{Client, Cmd, Connection, FromRedisValue, RedisResult, Value, cmd};
+use redis::{
+    Client, Cmd, Connection, ConnectionAddr, ConnectionInfo, FromRedisValue, IntoConnectionInfo, RedisResult, Value,
+    cmd,
+};
 
+use super::{Hint, Owner};
 use crate::error::Error;
-use crate::index::check_chain;
 use crate::key::{Key, Kind, ObjectId};
 use crate::media::Place;
 use crate::object::{Class, Meta, TenantId};
-use crate::policy::Lifetimes;
-
-/// Keys asked for in the first round trip of a check; each further one asks for four times as many.
-const FIRST_ROUND: usize = 64;
 
 /// Keys of a round trip at most.
 const MAX_ROUND: usize = 4096;
@@ -28,20 +28,33 @@ const MAX_ROUND: usize = 4096;
 const MAX_IDLE: usize = 8;
 
 /// Where the server is and how it is used.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Settings {
     /// URLs, `redis://host:port`. More than one, or `cluster`, is a cluster.
     pub servers: Vec<String>,
     /// Whether a single URL names a member of a cluster.
     pub cluster: bool,
+    /// What is shown to the servers, where they ask for it. In no URL: those are printed.
+    pub password: Option<String>,
     /// First part of every key, to share a server: lower-case letters, digits and dashes.
     pub prefix: String,
     /// How long a connection or an answer may take.
     pub timeout: Duration,
     /// How long a server that failed is left alone.
     pub retry: Duration,
-    /// Times to live, by class.
-    pub lifetimes: Lifetimes,
+}
+
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Settings")
+            .field("servers", &self.servers)
+            .field("cluster", &self.cluster)
+            .field("password", &self.password.as_ref().map(|_| "…"))
+            .field("prefix", &self.prefix)
+            .field("timeout", &self.timeout)
+            .field("retry", &self.retry)
+            .finish()
+    }
 }
 
 impl Settings {
@@ -50,21 +63,12 @@ impl Settings {
         Self {
             servers: vec![server.into()],
             cluster: false,
+            password: None,
             prefix: "deepinfer".into(),
-            timeout: Duration::from_millis(250),
+            timeout: Duration::from_millis(150),
             retry: Duration::from_secs(1),
-            lifetimes: Lifetimes::default(),
         }
     }
-}
-
-/// Where an object is said to be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Hint {
-    /// What it is.
-    pub meta: Meta,
-    /// Where its record lies.
-    pub place: Place,
 }
 
 /// What was counted since the start.
@@ -147,6 +151,29 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Where a URL leads. Nothing that is said of it shows it: it may hold a secret after all.
+fn server(url: &str, password: Option<&str>) -> Result<ConnectionInfo, Error> {
+    let none =
+        || Error::Invalid("a directory server is given as redis://host:port, perhaps with a user and /number".into());
+    let info = url.into_connection_info().map_err(|_| none())?;
+    if !matches!(info.addr(), ConnectionAddr::Tcp(..)) {
+        return Err(none());
+    }
+    let redis = info.redis_settings().clone();
+    if redis.password().is_some() {
+        return Err(Error::Invalid("a password stands in the URL: give it in a variable or a file of its own".into()));
+    }
+    Ok(match password {
+        Some(password) => info.set_redis_settings(redis.set_password(password)),
+        None => info,
+    })
+}
+
+fn cluster(members: Vec<ConnectionInfo>, settings: &Settings) -> RedisResult<ClusterClient> {
+    let builder = ClusterClient::builder(members);
+    builder.connection_timeout(settings.timeout).response_timeout(settings.timeout).retries(1).build()
+}
+
 fn refused(error: &redis::RedisError) -> Error {
     Error::Unavailable(format!("directory server: {error}"))
 }
@@ -155,22 +182,22 @@ impl SoftDirectory {
     /// Connects with the first call, not here: a server that is down is no error.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a URL or prefix that is none.
+    /// [`Error::Invalid`] for a URL or prefix that is none, or a URL with a password.
     pub fn new(settings: Settings) -> Result<Self, Error> {
         let fits = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
         if settings.prefix.is_empty() || settings.prefix.len() > 32 || !settings.prefix.bytes().all(fits) {
             return Err(Error::Invalid("a directory's prefix is 1 to 32 lower-case letters, digits and dashes".into()));
         }
         let bad = |error: &redis::RedisError| Error::Invalid(format!("directory server: {error}"));
-        let opener = match settings.servers.as_slice() {
-            [] => return Err(Error::Invalid("a directory needs the URL of a server".into())),
-            [one] if !settings.cluster => Opener::One(Client::open(one.as_str()).map_err(|error| bad(&error))?),
-            many => {
-                let builder = ClusterClient::builder(many.iter().map(String::as_str));
-                let builder =
-                    builder.connection_timeout(settings.timeout).response_timeout(settings.timeout).retries(1);
-                Opener::Cluster(builder.build().map_err(|error| bad(&error))?)
+        let servers: Vec<ConnectionInfo> =
+            settings.servers.iter().map(|url| server(url, settings.password.as_deref())).collect::<Result<_, _>>()?;
+        let opener = match <[ConnectionInfo; 1]>::try_from(servers) {
+            Ok([one]) if !settings.cluster => Opener::One(Client::open(one).map_err(|error| bad(&error))?),
+            Ok([one]) => Opener::Cluster(cluster(vec![one], &settings).map_err(|error| bad(&error))?),
+            Err(none) if none.is_empty() => {
+                return Err(Error::Invalid("a directory needs the URL of a server".into()));
             }
+            Err(many) => Opener::Cluster(cluster(many, &settings).map_err(|error| bad(&error))?),
         };
         Ok(Self {
             settings,
@@ -252,18 +279,17 @@ impl SoftDirectory {
         format!("{}:{kind}:{}", self.settings.prefix, id.key)
     }
 
-    /// Says where objects are. An entry that was there is replaced: a record may have been copied.
+    /// Says where objects are, for so many seconds. An entry that was there is replaced: a record may have been copied.
     ///
     /// # Errors
     /// [`Error::Unavailable`]; nothing is lost by it but hits.
-    pub fn publish(&self, hints: &[Hint]) -> Result<(), Error> {
+    pub fn publish(&self, hints: &[(Hint, u32)]) -> Result<(), Error> {
         for round in hints.chunks(MAX_ROUND) {
             let commands: Vec<Cmd> = round
                 .iter()
-                .map(|hint| {
+                .map(|(hint, life)| {
                     let mut set = cmd("SET");
-                    let life = self.settings.lifetimes.of(hint.meta.class).max(1);
-                    set.arg(self.name(hint.meta.id)).arg(&encode(hint)[..]).arg("EX").arg(life);
+                    set.arg(self.name(hint.meta.id)).arg(&encode(hint)[..]).arg("EX").arg((*life).max(1));
                     set
                 })
                 .collect();
@@ -322,51 +348,17 @@ impl SoftDirectory {
         found
     }
 
-    /// The blocks of a chain from its first to the one before the first that is missing, their times to live beginning again.
-    /// Entries run out one by one, so presence is not taken to be a prefix: every key is looked at.
+    /// Whether the server still has what it was told, which it then keeps for so many seconds more: one that was restarted or emptied has
+    /// not, and is told so now.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a chain over [`crate::index::MAX_CHAIN`]; a server that fails is no error, the chain ends there.
-    pub fn check(&self, keys: &[Key]) -> Result<Vec<Hint>, Error> {
-        check_chain(keys)?;
-        let mut chain: Vec<Hint> = Vec::new();
-        let mut round = FIRST_ROUND;
-        while chain.len() < keys.len() {
-            let end = keys.len().min(chain.len() + round);
-            let ids: Vec<ObjectId> =
-                keys[chain.len()..end].iter().map(|&key| ObjectId { kind: Kind::Block, key }).collect();
-            let found = self.find_round(&ids);
-            chain.extend(found.into_iter().map_while(|hint| hint));
-            if chain.len() < end {
-                break;
-            }
-            round = (4 * round).min(MAX_ROUND);
-        }
-        // A chain that shares a key by accident does not count.
-        let linked = |at: usize| at == 0 || chain[at].meta.parent == Some(keys[at - 1]);
-        let whole = (0..chain.len()).take_while(|&at| linked(at)).count();
-        chain.truncate(whole);
-        let ids: Vec<(ObjectId, Class)> = chain.iter().map(|hint| (hint.meta.id, hint.meta.class)).collect();
-        self.touch(&ids);
-        Ok(chain)
-    }
-
-    /// Begins times to live again; what is not there stays away.
-    pub fn touch(&self, ids: &[(ObjectId, Class)]) {
-        for round in ids.chunks(MAX_ROUND) {
-            let commands: Vec<Cmd> = round
-                .iter()
-                .map(|&(id, class)| {
-                    let mut expire = cmd("EXPIRE");
-                    expire.arg(self.name(id)).arg(self.settings.lifetimes.of(class).max(1));
-                    expire
-                })
-                .collect();
-            // Not done: they run out sooner than they might.
-            if self.call::<Vec<Value>>(&commands).is_err() {
-                return;
-            }
-        }
+    /// [`Error::Unavailable`].
+    pub fn remembers(&self, who: u64, seconds: u32) -> Result<bool, Error> {
+        let name = format!("{}:m:{who:016x}", self.settings.prefix);
+        let mut set = cmd("SET");
+        set.arg(name).arg(1).arg("EX").arg(seconds.max(1)).arg("GET");
+        let before: Vec<Option<Vec<u8>>> = self.call(&[set])?;
+        Ok(before.first().is_some_and(Option::is_some))
     }
 
     /// What was counted.
@@ -383,10 +375,10 @@ impl SoftDirectory {
 }
 
 /// Bytes of a value.
-const VALUE: usize = 48;
+const VALUE: usize = 72;
 const VERSION: u8 = 1;
 
-// Little endian: version, class, whether there is a parent, 0, tenant, 0 (2), length, written, checksum, segment, offset, parent.
+// Little endian: version, class, whether there is a parent, 0, tenant, 0 (2), length, written, checksum, segment, offset, parent, media, owner.
 fn encode(hint: &Hint) -> [u8; VALUE] {
     let meta = &hint.meta;
     let mut value = [0; VALUE];
@@ -400,6 +392,8 @@ fn encode(hint: &Hint) -> [u8; VALUE] {
     value[24..28].copy_from_slice(&hint.place.segment.to_le_bytes());
     value[28..32].copy_from_slice(&hint.place.offset.to_le_bytes());
     value[32..48].copy_from_slice(&meta.parent.map_or([0; 16], Key::to_bytes));
+    value[48..56].copy_from_slice(&hint.media.to_le_bytes());
+    value[56..].copy_from_slice(&hint.owner.0);
     value
 }
 
@@ -407,7 +401,9 @@ fn encode(hint: &Hint) -> [u8; VALUE] {
 fn decode(id: ObjectId, value: &[u8]) -> Option<Hint> {
     let value: &[u8; VALUE] = value.try_into().ok()?;
     let word = |at: usize| u32::from_le_bytes([value[at], value[at + 1], value[at + 2], value[at + 3]]);
-    let parent_bytes: [u8; 16] = value[32..].try_into().ok()?;
+    let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
+    let parent_bytes: [u8; 16] = value[32..48].try_into().ok()?;
+    let owner = Owner(value[56..].try_into().ok()?);
     let parent = match value[2] {
         0 if parent_bytes == [0; 16] => None,
         1 => Some(Key::from_bytes(parent_bytes)),
@@ -422,10 +418,10 @@ fn decode(id: ObjectId, value: &[u8]) -> Option<Hint> {
         tenant: TenantId(u16::from_le_bytes([value[4], value[5]])),
         class: Class::from_byte(value[1])?,
         len: word(8),
-        checksum: u64::from(word(16)) | u64::from(word(20)) << 32,
+        checksum: long(16),
         written: word(12),
     };
-    Some(Hint { meta, place: Place { segment: word(24), offset: word(28) } })
+    Some(Hint { meta, place: Place { segment: word(24), offset: word(28) }, media: long(48), owner })
 }
 
 #[cfg(test)]
@@ -445,7 +441,8 @@ mod tests {
             checksum: 0xfedc_ba98_7654_3210,
             written: 1_800_000_000,
         };
-        let hint = Hint { meta, place: Place { segment: 77, offset: 4_000_000_000 } };
+        let place = Place { segment: 77, offset: 4_000_000_000 };
+        let hint = Hint { meta, place, media: 0x1122_3344_5566_7788, owner: Owner::named("someone") };
         let value = encode(&hint);
         assert_eq!(decode(id, &value), Some(hint));
         let root = Hint { meta: Meta { parent: None, ..meta }, ..hint };
@@ -468,7 +465,11 @@ mod tests {
         };
         assert!(with(&|_| ()).is_ok());
         assert!(with(&|settings| settings.servers.clear()).is_err());
-        assert!(with(&|settings| settings.servers[0] = "http://x".into()).is_err());
+        for url in ["http://x", "redis://", "unix:///x", "rediss://host:1", "redis://user:word@host:1"] {
+            let said = with(&|settings| settings.servers[0] = url.into()).unwrap_err().to_string();
+            assert!(!said.contains("word@"), "{said}");
+        }
+        assert!(with(&|settings| settings.servers[0] = "redis://user@host:1/2".into()).is_ok());
         for prefix in ["", "a:b", "A", "é", &"a".repeat(33)] {
             assert!(with(&|settings| settings.prefix = prefix.into()).is_err(), "{prefix}");
         }

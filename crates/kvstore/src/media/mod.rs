@@ -92,6 +92,12 @@ pub trait Media: Send + Sync {
     /// Sealed segments with their bytes on the media.
     fn segments(&self) -> Vec<(u32, u64)>;
 
+    /// Reads what another store has written to the same place, as [`Media::read`] does; what is not there is [`Error::Damaged`].
+    fn read_of(&self, media: u64, reads: &mut [Read<'_>]) -> Vec<Result<(), Error>> {
+        let none = || Error::Unavailable(format!("nothing of store {media:016x} can be read from here"));
+        reads.iter().map(|_| Err(none())).collect()
+    }
+
     /// What it counts, by name; `backlog` is what waits for repair.
     fn counts(&self) -> Vec<(&'static str, u64)> {
         Vec::new()

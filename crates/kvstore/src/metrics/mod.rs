@@ -125,9 +125,24 @@ fn store(text: &mut Text, store: &Store) {
     for (class, hits) in Class::ALL.into_iter().zip(hits) {
         text.value("hits_total", &labels(class), hits);
     }
+    let shared = store.elsewhere_counts();
+    let elsewhere = |class: Class| format!("tier=\"elsewhere\",class=\"{}\"", class.name());
+    let hits = [counts.elsewhere_hits_chat, counts.elsewhere_hits_agent, counts.elsewhere_hits_other];
+    if shared.is_some() {
+        for (class, hits) in Class::ALL.into_iter().zip(hits) {
+            text.value("hits_total", &elsewhere(class), hits);
+        }
+    }
     text.head("hit_bytes_total", "counter", "Bytes that reads gave, by tier and class of traffic.");
     for (class, bytes) in Class::ALL.into_iter().zip(bytes) {
         text.value("hit_bytes_total", &labels(class), bytes);
+    }
+    let bytes = [counts.elsewhere_hit_bytes_chat, counts.elsewhere_hit_bytes_agent, counts.elsewhere_hit_bytes_other];
+    if let Some(shared) = &shared {
+        for (class, bytes) in Class::ALL.into_iter().zip(bytes) {
+            text.value("hit_bytes_total", &elsewhere(class), bytes);
+        }
+        directory(text, shared, counts.elsewhere_stale);
     }
     text.head("misses_total", "counter", "Reads that found nothing, by tier.");
     text.value("misses_total", "tier=\"store\"", counts.misses);
@@ -185,6 +200,21 @@ fn store(text: &mut Text, store: &Store) {
     if !counted.is_empty() {
         text.several("stripes_total", "counter", "Reads of stripes and what they met.", "what", &counted);
     }
+}
+
+/// What is known of other stores over the same back end.
+fn directory(text: &mut Text, counts: &[(&'static str, u64)], stale: u64) {
+    let of = |name: &str| counts.iter().find(|(which, _)| *which == name).map_or(0, |(_, value)| *value);
+    text.one("directory_up", "gauge", "1 while the directory server answers.", of("up"));
+    text.one("directory_backlog", "gauge", "Objects that it was not told of yet.", of("backlog"));
+    let counted: Vec<(&str, u64)> = counts
+        .iter()
+        .filter(|(name, _)| !["up", "backlog"].contains(name))
+        .copied()
+        .chain([("stale", stale)])
+        .collect();
+    let help = "Keys asked of the directory server and told to it, and what came of it.";
+    text.several("directory_total", "counter", help, "what", &counted);
 }
 
 fn server(text: &mut Text, watch: &Watch) {

@@ -7,6 +7,7 @@
 //! environment, keys of S3 from the environment, and nothing here prints them.
 
 mod agent;
+mod directory;
 mod keys;
 mod media;
 mod raw;
@@ -21,6 +22,7 @@ use std::time::Duration;
 use toml::Table;
 
 pub use agent::AgentSettings;
+pub use directory::DirectorySettings;
 pub use keys::{KEYS, PREFIX, SECRETS, variable};
 pub use media::{MediaSettings, Where};
 pub use values::{Size, Time};
@@ -49,6 +51,8 @@ pub struct Settings {
     pub root: PathBuf,
     /// Where bytes lie.
     pub media: MediaSettings,
+    /// What joins stores over one back end; none: each keeps to itself.
+    pub directory: Option<DirectorySettings>,
     /// Sizes, policy, times to live.
     pub store: StoreConfig,
     /// Bytes that a tenant may keep, by its name.
@@ -133,6 +137,7 @@ impl Settings {
         }
         let lifetimes = lifetimes(&file.lifetimes)?;
         let media = MediaSettings::of(file.media, variables)?;
+        let directory = directory::of(&file.directory, &media, variables)?;
         let (store, tend_every) = store(&file.store, lifetimes, &media)?;
         let listen = file.listen.unwrap_or_else(|| vec![DEFAULT_LISTEN.to_owned()]);
         let metrics = metrics("metrics", file.metrics.as_deref().unwrap_or(DEFAULT_METRICS))?;
@@ -145,7 +150,7 @@ impl Settings {
             ..limits(&file.limits)?
         };
         let quotas = file.quotas.into_iter().map(|(tenant, Size(bytes))| (tenant, bytes)).collect();
-        Ok(Self { root, media, store, quotas, server, metrics, tend_every, agent })
+        Ok(Self { root, media, directory, store, quotas, server, metrics, tend_every, agent })
     }
 }
 

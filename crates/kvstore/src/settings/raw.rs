@@ -14,6 +14,7 @@ pub struct File {
     pub listen: Option<Vec<String>>,
     pub metrics: Option<String>,
     pub media: Media,
+    pub directory: Directory,
     pub store: Store,
     pub lifetimes: Lifetimes,
     pub quotas: BTreeMap<String, Size>,
@@ -52,6 +53,17 @@ pub struct S3 {
     pub timeout: Option<Time>,
     pub retries: Option<usize>,
     pub certificates: Option<PathBuf>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Directory {
+    pub servers: Option<Vec<String>>,
+    pub cluster: Option<bool>,
+    pub password_file: Option<PathBuf>,
+    pub prefix: Option<String>,
+    pub timeout: Option<Time>,
+    pub retry: Option<Time>,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -178,6 +178,34 @@ fn media_have_what_belongs_to_them() {
     refused("[media]\nsegment_bytes = 1", &[], &["media.segment_bytes", "64KiB"]);
 }
 
+#[cfg(feature = "redis")]
+#[test]
+fn a_directory_joins_stores_over_one_back_end() {
+    let text = |more: &str| format!("[media]\nkind = \"objects\"\ndirectory = \"/mnt/kv\"\n[directory]\n{more}");
+    let one = "servers = [\"redis://user@10.0.0.5:6379\"]";
+    let word = ("DEEPINFER_KVSTORE_DIRECTORY_PASSWORD", "hushhush");
+    let settings = load(&text(one), &[word]).unwrap();
+    assert!(!format!("{settings:?}").contains("hushhush"));
+    let directory = settings.directory.unwrap();
+    assert_eq!((directory.password.as_deref(), directory.cluster), (Some("hushhush"), false));
+    assert_eq!((directory.timeout.as_millis(), directory.retry.as_secs()), (150, 1));
+    let listed = ("DEEPINFER_KVSTORE_DIRECTORY_SERVERS", "redis://a:1,redis://b:2");
+    let both = load(&text("timeout = \"20ms\"\nprefix = \"team-a\""), &[listed]).unwrap().directory.unwrap();
+    assert_eq!((both.servers.len(), both.cluster, both.timeout.as_millis()), (2, true, 20));
+    assert!(load(&text("servers = []"), &[]).unwrap().directory.is_none());
+    assert!(load(&text("servers = [\"redis://a:1\"]\ncluster = true"), &[]).unwrap().directory.unwrap().cluster);
+    refused(&text("cluster = false"), &[listed], &["directory.cluster"]);
+    refused(&text("cluster = true"), &[], &["directory.cluster", "directory.servers"]);
+    refused(&text(""), &[word], &["password", "directory.servers"]);
+    refused(&text("servers = [\"redis://a:1\", \"http://b\"]"), &[], &["directory.servers[1]", "redis://host:port"]);
+    refused(&text("servers = [\"redis://:hush@a:1\"]"), &[], &["directory.servers[0]", "password"]);
+    refused(&text(&format!("{one}\nprefix = \"A:\"")), &[], &["directory.prefix"]);
+    refused(&text(&format!("{one}\ntimeout = 0")), &[], &["directory.timeout"]);
+    refused(&text(&format!("{one}\nretry = \"2m\"")), &[], &["directory.retry"]);
+    refused(&text(&format!("{one}\npassword_file = \"/nowhere\"")), &[], &["directory.password_file", "/nowhere"]);
+    refused(&format!("[directory]\n{one}"), &[], &["directory.servers", "objects", "local"]);
+}
+
 #[cfg(feature = "s3")]
 #[test]
 fn buckets_need_keys_which_come_from_the_environment() {

@@ -232,7 +232,7 @@ impl Store {
             for (&(meta, from, _), &to) in whole.iter().zip(places) {
                 if kept.retention.relocate(meta.id, from, to) {
                     kept.live.sub(from, meta.len);
-                    kept.live.add(to, meta.len);
+                    kept.live.add(meta.id, to, meta.len);
                     add(&self.counters.copied_bytes, u64::from(meta.len));
                 } else {
                     // Evicted meanwhile, and maybe written again, before the copy even, with its entry still to come.

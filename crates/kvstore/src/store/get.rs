@@ -63,6 +63,11 @@ impl Store {
     pub fn check(&self, tenant: TenantId, chain: &[Key], slices: usize) -> Result<Found, Error> {
         check_chain(chain)?;
         let now = self.now();
+        if let Some(elsewhere) = self.elsewhere() {
+            let found = self.check_everywhere(elsewhere, tenant, chain, slices, now);
+            self.note_touch(&chain[..found.blocks], now);
+            return Ok(found);
+        }
         let found = {
             let kept = self.kept();
             let index = kept.retention.index();
@@ -90,7 +95,7 @@ impl Store {
         Self::readable(&self.kept(), tenant, id, now).map(|entry| entry.len)
     }
 
-    fn readable(kept: &Kept, tenant: TenantId, id: ObjectId, now: u32) -> Option<Entry> {
+    pub(super) fn readable(kept: &Kept, tenant: TenantId, id: ObjectId, now: u32) -> Option<Entry> {
         let (_, entry) = kept.retention.get(id)?;
         (may_see(tenant, entry.tenant) && !kept.retention.is_over(&entry, now)).then_some(entry)
     }
@@ -130,6 +135,9 @@ impl Store {
             }
         }
         self.count_reads(wants, &answers, now);
+        if let Some(elsewhere) = self.elsewhere() {
+            self.get_elsewhere(elsewhere, tenant, wants, &mut answers);
+        }
         answers
     }
 
@@ -172,9 +180,11 @@ impl Store {
             if found.place != entry.place {
                 return;
             }
-            match retention.lose(slot) {
-                Some(removed) => live.drop_removed(&removed),
-                None => live.sub(found.place, found.len),
+            if let Some(removed) = retention.lose(slot) {
+                live.drop_removed(&removed);
+            } else {
+                live.changed(found.id);
+                live.sub(found.place, found.len);
             }
         }
         add(&self.counters.quarantined, 1);

@@ -1,8 +1,9 @@
-//! How many bytes of each segment are still needed, and how many are promised to writes on their way.
+//! How many bytes of each segment are still needed, how many are promised to writes on their way, and which objects came, went or moved.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 
 use crate::index::{Entry, Removed};
+use crate::key::ObjectId;
 use crate::media::Place;
 use crate::object::TenantId;
 use crate::record::span;
@@ -16,12 +17,50 @@ pub(super) struct Live {
     pub promised: u64,
     /// Bytes of objects of each tenant in them.
     pub promised_to: HashMap<TenantId, u64>,
+    /// Objects that came, went or moved, for whoever tells other stores.
+    changes: Option<Changes>,
+}
+
+/// Objects to be looked at that are remembered; beyond them all are.
+const MOST_CHANGES: usize = 256 << 10;
+
+/// Names only: what is to be said of each is seen when it is.
+#[derive(Debug, Default)]
+struct Changes {
+    ids: VecDeque<ObjectId>,
+    /// More came, went or moved than are remembered.
+    lost: bool,
 }
 
 impl Live {
-    pub(super) fn add(&mut self, place: Place, len: u32) {
+    pub(super) fn add(&mut self, id: ObjectId, place: Place, len: u32) {
+        self.changed(id);
         *self.segments.entry(place.segment).or_default() += span(len);
         self.total += span(len);
+    }
+
+    /// From now on changes are remembered.
+    pub(super) fn remember_changes(&mut self) {
+        self.changes.get_or_insert_default();
+    }
+
+    /// Up to `most` of the objects that changed, the oldest change first, and whether others were not remembered.
+    pub(super) fn take_changes(&mut self, most: usize) -> (Vec<ObjectId>, bool) {
+        self.changes.as_mut().map_or_else(Default::default, |changes| {
+            let count = changes.ids.len().min(most);
+            (changes.ids.drain(..count).collect(), std::mem::take(&mut changes.lost))
+        })
+    }
+
+    /// An object came, went or moved.
+    pub(super) fn changed(&mut self, id: ObjectId) {
+        if let Some(changes) = &mut self.changes {
+            if changes.ids.len() < MOST_CHANGES {
+                changes.ids.push_back(id);
+            } else {
+                changes.lost = true;
+            }
+        }
     }
 
     pub(super) fn sub(&mut self, place: Place, len: u32) {
@@ -36,6 +75,7 @@ impl Live {
     }
 
     fn drop_entry(&mut self, entry: &Entry) {
+        self.changed(entry.id);
         if !entry.lost {
             self.sub(entry.place, entry.len);
         }

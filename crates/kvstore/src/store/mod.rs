@@ -7,6 +7,7 @@
 //! found, pending puts.
 
 mod collect;
+mod elsewhere;
 mod get;
 mod live;
 mod pending;
@@ -17,10 +18,12 @@ mod stats;
 mod touches;
 mod upkeep;
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
+pub use elsewhere::{Elsewhere, Told};
 pub use get::{Found, Got, Want};
 pub use pending::{PutId, Started};
 pub use put::{Put, Rule};
@@ -30,6 +33,7 @@ pub use upkeep::{Tended, Upkeep};
 
 use crate::catalogue::{Bad, Catalogue, Tenant};
 use crate::clock::{Clock, StoreTime, SystemClock};
+use crate::directory::Owner;
 use crate::error::Error;
 use crate::index::Removed;
 use crate::key::ObjectId;
@@ -120,7 +124,7 @@ impl Kept {
         }
         if self.retention.relocate(meta.id, entry.place, place) {
             self.live.sub(entry.place, entry.len);
-            self.live.add(place, entry.len);
+            self.live.add(entry.id, place, entry.len);
         }
         false
     }
@@ -144,7 +148,11 @@ pub struct Store {
     /// Bytes appended since collection last looked.
     appended: AtomicU64,
     scrubbed: Mutex<usize>,
-    _root: Root,
+    /// What other stores over the same back end hold, if they tell.
+    elsewhere: OnceLock<Arc<dyn Elsewhere>>,
+    /// Tenants by number, in the form that other stores know.
+    owners: RwLock<HashMap<TenantId, Owner>>,
+    root: Root,
 }
 
 impl Store {
@@ -208,8 +216,10 @@ impl Store {
             draining: AtomicBool::new(false),
             appended: AtomicU64::new(0),
             scrubbed: Mutex::new(0),
+            elsewhere: OnceLock::new(),
+            owners: RwLock::default(),
             config,
-            _root: root,
+            root,
         };
         add(&store.counters.segments_missing, rebuilt.missing);
         store.settle();

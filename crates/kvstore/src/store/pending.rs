@@ -48,6 +48,11 @@ impl Pending {
         self.bytes
     }
 
+    /// Keys of what is being written.
+    pub(super) fn keys(&self) -> impl Iterator<Item = Key> {
+        self.open.values().map(|open| open.meta.id.key)
+    }
+
     pub(super) fn clear(&mut self) {
         self.open.clear();
         self.bytes = 0;
@@ -88,8 +93,10 @@ impl Store {
             let text = error.to_string();
             return metas.iter().map(|_| Started::Not(Put::Failed(Error::Unavailable(text.clone())))).collect();
         }
+        let adopted = self.adopted_metas(metas);
+        let metas = adopted.as_deref().unwrap_or(metas);
         let now = self.clock.monotonic();
-        let mut coming: HashSet<Key> = self.pending().open.values().map(|open| open.meta.id.key).collect();
+        let mut coming: HashSet<Key> = self.pending().keys().collect();
         coming.extend(metas.iter().filter(|meta| meta.id.kind == Kind::Block).map(|meta| meta.id.key));
         metas
             .iter()

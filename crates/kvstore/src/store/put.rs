@@ -63,11 +63,16 @@ impl Store {
             Err(error) => fail_all(records.len(), &error),
         };
         self.tickets().give_back(ticket);
+        if let Some(elsewhere) = self.elsewhere() {
+            elsewhere.wake();
+        }
         self.collect_if_behind();
         done
     }
 
     fn put_with_ticket(&self, records: &[Record<'_>], rule: Rule) -> Vec<Put> {
+        let adopted = self.adopted(records);
+        let records = adopted.as_deref().unwrap_or(records);
         let mut done: Vec<Option<Put>> = records.iter().map(|_| None).collect();
         let coming: HashSet<Key> = records
             .iter()
@@ -224,7 +229,7 @@ impl Store {
         for ((&at, result), &(meta, place)) in group.iter().zip(inserted).zip(&objects) {
             let put = match result {
                 Ok(_) => {
-                    kept.live.add(place, meta.len);
+                    kept.live.add(meta.id, place, meta.len);
                     add(&self.counters.stored_bytes, u64::from(meta.len));
                     self.count(Put::Stored)
                 }

@@ -59,7 +59,7 @@ pub(super) fn rebuild(media: &dyn Media, catalogue: &Catalogue, kept: &mut Kept)
     }
     for (_, entry) in retention.index().iter() {
         if !entry.lost {
-            kept.live.add(entry.place, entry.len);
+            kept.live.add(entry.id, entry.place, entry.len);
         }
     }
     catalogue.keep_numbers(tenant)?;

@@ -49,6 +49,20 @@ counters! {
     hit_bytes_other,
     /// Reads that found nothing.
     misses,
+    /// Of these, those that another store over the same back end held, of [`crate::Class::Chat`].
+    elsewhere_hits_chat,
+    /// Of [`crate::Class::Agent`].
+    elsewhere_hits_agent,
+    /// Of [`crate::Class::Other`].
+    elsewhere_hits_other,
+    /// Bytes of [`crate::Class::Chat`] that they gave.
+    elsewhere_hit_bytes_chat,
+    /// Bytes of [`crate::Class::Agent`].
+    elsewhere_hit_bytes_agent,
+    /// Bytes of [`crate::Class::Other`].
+    elsewhere_hit_bytes_other,
+    /// What another store was said to hold, and did not.
+    elsewhere_stale,
     /// Misses because a disk or a service answered with an error.
     read_errors,
     /// Objects stored.
@@ -104,6 +118,17 @@ impl Counters {
             Class::Chat => (&self.hits_chat, &self.hit_bytes_chat),
             Class::Agent => (&self.hits_agent, &self.hit_bytes_agent),
             Class::Other => (&self.hits_other, &self.hit_bytes_other),
+        };
+        add(hits, 1);
+        add(with, bytes);
+    }
+
+    /// One read of an object of this class that another store holds.
+    pub(super) fn hit_elsewhere(&self, class: Class, bytes: u64) {
+        let (hits, with) = match class {
+            Class::Chat => (&self.elsewhere_hits_chat, &self.elsewhere_hit_bytes_chat),
+            Class::Agent => (&self.elsewhere_hits_agent, &self.elsewhere_hit_bytes_agent),
+            Class::Other => (&self.elsewhere_hits_other, &self.elsewhere_hit_bytes_other),
         };
         add(hits, 1);
         add(with, bytes);

@@ -1,7 +1,7 @@
 //! Objects of one back end: each batch is one, laid out as a sealed segment of local files is.
 //!
-//! Owns: how a batch becomes an object and is found again. Never touches: redundancy, which is the back end's own (see [`super::striped`]
-//! for ours).
+//! Owns: how a batch becomes an object and is found again, by its own store and by others over the same back end: names begin with the
+//! store's id. Never touches: redundancy, which is the back end's own (see [`super::striped`] for ours).
 
 #[cfg(test)]
 mod tests;
@@ -97,11 +97,10 @@ impl Objects {
     }
 
     /// Takes the answer for one read: its header and its part.
-    fn fill(&self, read: &mut Read<'_>, header: &[u8], part: &[u8]) -> Result<(), Error> {
+    fn fill(media: u64, read: &mut Read<'_>, header: &[u8], part: &[u8]) -> Result<(), Error> {
         let id = read.meta.id;
         let header = header.first_chunk().map(Header::decode).transpose()?.flatten();
-        if !header
-            .is_some_and(|header| header.names(&read.meta) && header.place == read.place && header.media == self.media)
+        if !header.is_some_and(|header| header.names(&read.meta) && header.place == read.place && header.media == media)
         {
             return Err(Error::Damaged(id, "another record is where it should be".into()));
         }
@@ -110,6 +109,42 @@ impl Objects {
         }
         read.into.copy_from_slice(part);
         Ok(())
+    }
+
+    /// Asks the back end for reads in segments of one store, and holds what comes to their headers and checksums.
+    fn fetch(
+        &self,
+        media: u64,
+        groups: BTreeMap<u32, Vec<usize>>,
+        reads: &mut [Read<'_>],
+        results: &mut [Option<Result<(), Error>>],
+    ) {
+        let requests: Vec<(u32, Vec<usize>, Vec<Range<u64>>)> = groups
+            .into_iter()
+            .map(|(segment, items)| {
+                let ranges = items.iter().flat_map(|at| ranges(&reads[*at])).collect();
+                (segment, items, ranges)
+            })
+            .collect();
+        let backend = self.backend.clone();
+        let answers = self.waiter.wait(async move {
+            let each = requests.into_iter().map(|(segment, items, ranges)| {
+                let backend = &backend;
+                async move { (items, backend.get_ranges(&Name::segment_of(media, segment), &ranges).await) }
+            });
+            join_all(each).await
+        });
+        for (items, answer) in answers.unwrap_or_default() {
+            for (at, item) in items.iter().enumerate() {
+                let read = &mut reads[*item];
+                results[*item] = Some(match &answer {
+                    Ok(Some(parts)) => Self::fill(media, read, &parts[2 * at], &parts[2 * at + 1]),
+                    Ok(None) => Err(Error::Damaged(read.meta.id, format!("segment {} is lost", read.place.segment))),
+                    Err(Error::Invalid(said)) => Err(Error::Damaged(read.meta.id, said.clone())),
+                    Err(error) => Err(Error::Unavailable(error.to_string())),
+                });
+            }
+        }
     }
 
     fn enter(&self, segment: u32) -> bool {
@@ -130,6 +165,32 @@ impl Objects {
     }
 }
 
+/// What is known of reads before anybody is asked, and those left to be asked for by their segment.
+type Grouped = (Vec<Option<Result<(), Error>>>, BTreeMap<u32, Vec<usize>>);
+
+fn grouped(reads: &[Read<'_>]) -> Grouped {
+    let mut results = Vec::with_capacity(reads.len());
+    let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+    for (at, read) in reads.iter().enumerate() {
+        let end = u64::from(read.start) + read.into.len() as u64;
+        if end > u64::from(read.meta.len) {
+            let said = format!("bytes {} to {end} of {}, which has {}", read.start, read.meta.id, read.meta.len);
+            results.push(Some(Err(Error::Invalid(said))));
+            continue;
+        }
+        results.push(None);
+        groups.entry(read.place.segment).or_default().push(at);
+    }
+    (results, groups)
+}
+
+/// An answer for each: what has none lies in a segment that is not there.
+fn answered(results: Vec<Option<Result<(), Error>>>, reads: &[Read<'_>]) -> Vec<Result<(), Error>> {
+    let missing =
+        |read: &Read<'_>| Error::Unavailable(format!("{}: there is no segment {}", read.meta.id, read.place.segment));
+    results.into_iter().zip(reads).map(|(result, read)| result.unwrap_or_else(|| Err(missing(read)))).collect()
+}
+
 /// The ranges of a read: header and part.
 fn ranges(read: &Read<'_>) -> [Range<u64>; 2] {
     let header = u64::from(read.place.offset) * ALIGN;
@@ -140,7 +201,7 @@ fn ranges(read: &Read<'_>) -> [Range<u64>; 2] {
 
 /// The records of an object of `size` bytes. `None`: it is none of this store, or not whole.
 async fn records(backend: Arc<dyn Backend>, media: u64, segment: u32, size: u64) -> Result<Option<Records>, Error> {
-    let name = Name::segment(segment);
+    let name = Name::segment_of(media, segment);
     let read = |start: u64, end: u64| {
         let (backend, name) = (&backend, &name);
         async move {
@@ -164,10 +225,10 @@ impl Media for Objects {
         }
         let segment = self.next.fetch_add(1, Relaxed);
         let (records, object) = self.encode(batch, segment)?;
-        let (size, backend) = (object.len() as u64, self.backend.clone());
+        let (size, backend, media) = (object.len() as u64, self.backend.clone(), self.media);
         let object = Bytes::from(object);
         self.waiter.wait(async move {
-            let name = Name::segment(segment);
+            let name = Name::segment_of(media, segment);
             let tail = object.slice(object.len() - TAIL..);
             match backend.put_object(&name, vec![object]).await? {
                 Put::Created => Ok(()),
@@ -185,59 +246,27 @@ impl Media for Objects {
     }
 
     fn read(&self, reads: &mut [Read<'_>]) -> Vec<Result<(), Error>> {
-        let mut results: Vec<Option<Result<(), Error>>> = Vec::new();
-        let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-        for (at, read) in reads.iter().enumerate() {
-            let end = u64::from(read.start) + read.into.len() as u64;
-            if end > u64::from(read.meta.len) {
-                let said = format!("bytes {} to {end} of {}, which has {}", read.start, read.meta.id, read.meta.len);
-                results.push(Some(Err(Error::Invalid(said))));
-                continue;
-            }
-            results.push(None);
-            groups.entry(read.place.segment).or_default().push(at);
-        }
+        let (mut results, mut groups) = grouped(reads);
         groups.retain(|segment, _| self.enter(*segment));
-        let requests: Vec<(u32, Vec<usize>, Vec<Range<u64>>)> = groups
-            .into_iter()
-            .map(|(segment, items)| {
-                let ranges = items.iter().flat_map(|at| ranges(&reads[*at])).collect();
-                (segment, items, ranges)
-            })
-            .collect();
-        let entered: Vec<u32> = requests.iter().map(|(segment, ..)| *segment).collect();
-        let backend = self.backend.clone();
-        let answers = self.waiter.wait(async move {
-            let each = requests.into_iter().map(|(segment, items, ranges)| {
-                let backend = &backend;
-                async move { (items, backend.get_ranges(&Name::segment(segment), &ranges).await) }
-            });
-            join_all(each).await
-        });
+        let entered: Vec<u32> = groups.keys().copied().collect();
+        self.fetch(self.media, groups, reads, &mut results);
         for segment in entered {
             self.leave(segment);
         }
-        for (items, answer) in answers.unwrap_or_default() {
-            for (at, parts) in items.iter().enumerate() {
-                let read = &mut reads[*parts];
-                results[*parts] = Some(match &answer {
-                    Ok(Some(parts)) => self.fill(read, &parts[2 * at], &parts[2 * at + 1]),
-                    Ok(None) => Err(Error::Damaged(read.meta.id, format!("segment {} is lost", read.place.segment))),
-                    Err(Error::Invalid(said)) => Err(Error::Damaged(read.meta.id, said.clone())),
-                    Err(error) => Err(Error::Unavailable(error.to_string())),
-                });
-            }
-        }
-        let missing = |read: &Read<'_>| {
-            Error::Unavailable(format!("{}: there is no segment {}", read.meta.id, read.place.segment))
-        };
-        results.into_iter().zip(reads).map(|(result, read)| result.unwrap_or_else(|| Err(missing(read)))).collect()
+        answered(results, reads)
+    }
+
+    fn read_of(&self, media: u64, reads: &mut [Read<'_>]) -> Vec<Result<(), Error>> {
+        let (mut results, groups) = grouped(reads);
+        self.fetch(media, groups, reads, &mut results);
+        answered(results, reads)
     }
 
     fn recover(&self, each: &mut dyn FnMut(Place, Meta)) -> Result<(), Error> {
         let (backend, media) = (self.backend.clone(), self.media);
         let found = self.waiter.wait(async move {
-            let list = backend.list("").await?.into_iter().filter_map(|(name, size)| Some((name.number()?, size)));
+            let list = backend.list(&format!("{media:016x}")).await?.into_iter();
+            let list = list.filter_map(|(name, size)| Some((name.number_of(media)?, size)));
             let read = stream::iter(list).map(|(segment, size)| {
                 let backend = backend.clone();
                 async move { Ok::<_, Error>((segment, size, records(backend, media, segment, size).await?)) }
@@ -287,7 +316,8 @@ impl Media for Objects {
         }
         drop(segments);
         let backend = self.backend.clone();
-        let deleted = self.waiter.wait(async move { backend.delete_many(&[Name::segment(segment)]).await }).flatten();
+        let name = Name::segment_of(self.media, segment);
+        let deleted = self.waiter.wait(async move { backend.delete_many(&[name]).await }).flatten();
         let mut segments = self.table();
         if deleted.is_ok() {
             segments.remove(&segment);

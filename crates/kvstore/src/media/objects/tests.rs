@@ -87,7 +87,7 @@ fn what_is_not_whole_is_damaged() {
     let backend = Arc::new(Faulty::new(Arc::new(MountedDir::open(folder.path()).unwrap())));
     let (objects, _) = start(&backend);
     let stored = append(&objects, &OBJECTS).unwrap();
-    let file = folder.path().join(Name::segment(1).as_str());
+    let file = folder.path().join(Name::segment_of(7, 1).as_str());
     let original = std::fs::read(&file).unwrap();
     let at = stored[3].0.offset as usize * 64;
     for wrong in [at + 20, at + 128 + 500] {
@@ -152,4 +152,30 @@ fn what_makes_no_sense_is_refused() {
     let other = Place { offset: stored[0].0.offset + 1, ..stored[0].0 };
     assert!(matches!(read(&objects, (other, stored[0].1), 0..10), Err(Error::Damaged(..))));
     assert!(matches!(objects.records(9, &mut |_, _| ()), Err(Error::Invalid(_))));
+}
+
+#[test]
+fn stores_over_one_back_end_keep_apart_and_read_each_other() {
+    let backend: Arc<dyn Backend> = Arc::new(Memory::new());
+    let store = |media| {
+        let objects = Objects::new(Arc::clone(&backend), media).unwrap();
+        let mut found = Vec::new();
+        objects.recover(&mut |place, meta| found.push((place, meta))).unwrap();
+        (objects, found)
+    };
+    let (one, two) = (store(1).0, store(2).0);
+    let (of_one, of_two) = (append(&one, &OBJECTS).unwrap(), append(&two, &[(9, 500)]).unwrap());
+    assert_eq!(of_one[0].0.segment, of_two[0].0.segment, "numbers are each store's own");
+    assert_eq!((store(1).1, store(2).1), (of_one.clone(), of_two));
+    let (place, meta) = of_one[4];
+    let mut into = vec![0; meta.len as usize];
+    assert!(two.read_of(1, &mut [Read { place, meta, start: 0, into: &mut into }])[0].is_ok());
+    assert_eq!(into, bytes(5, 114_000));
+    // Another store's id, a place that is none, a segment that is gone.
+    let mut wrong = |media, place| two.read_of(media, &mut [Read { place, meta, start: 0, into: &mut into }]).remove(0);
+    assert!(matches!(wrong(2, place), Err(Error::Damaged(..))));
+    assert!(matches!(wrong(1, Place { offset: place.offset + 1, ..place }), Err(Error::Damaged(..))));
+    one.delete(place.segment).unwrap();
+    assert!(matches!(wrong(1, place), Err(Error::Damaged(..))));
+    read(&two, store(2).1[0], 0..500).unwrap();
 }
