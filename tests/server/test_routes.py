@@ -64,7 +64,8 @@ def test_tokenizer_info(server: Served) -> None:
 
 def test_what_is_no_route_is_told_in_json(server: Served) -> None:
     missing = server.get("/v2/nothing")
-    assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found" and missing.headers["x-request-id"]
+    assert server.post("/v1/completions/", {}).status_code == 404
     wrong = server.get("/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and wrong.json()["error"]["code"] == "method_not_allowed"
     embeddings = server.post("/v1/embeddings", {"input": "x", "model": "tiny"})

@@ -18,6 +18,8 @@ import pytest
 
 import api_kit
 from deepinfer.cli import main
+from deepinfer.server.run import warn_of_strangers
+from deepinfer.server.settings import ServerSettings
 from process_kit import gone
 from server_kit import TINY, Served, children, command_of, serving, start, wait_ready
 
@@ -118,6 +120,23 @@ def test_a_unix_socket(refused: Refused, tmp_path: Path) -> None:
         assert served.end() == 0 and not path.exists()
     finally:
         served.process.kill()
+
+
+@pytest.mark.parametrize(
+    ("values", "warned"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "api_key": ("k",)}, False),
+        ({"host": "::"}, True),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "0.0.0.0", "uds": "/s"}, False),
+    ],
+)
+def test_an_open_server_says_that_it_is(values: dict[str, Any], warned: bool) -> None:
+    said: list[str] = []
+    warn_of_strangers(ServerSettings(**values), said.append)
+    assert bool(said) == warned
 
 
 # Signals

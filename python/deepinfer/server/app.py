@@ -10,11 +10,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 from starlette.routing import Route as StarletteRoute
 
 from deepinfer.server.endpoints import ROUTES, Route
@@ -63,10 +60,18 @@ def _handler(route: Route) -> Any:
     return guarded
 
 
-async def _no_route(request: Request, error: Exception) -> JSONResponse:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"no such route: {request.url.path[:200]}" if status == 404 else str(getattr(error, "detail", "internal error"))
-    return JSONResponse(ApiError(status, message, code="not_found" if status == 404 else None).body(), status)
+class _Nowhere:
+    """What is no route, as an ASGI application; all such paths are one in records."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await Call(self._state, "none", "openai", scope, receive, send).run(self._refuse)
+
+    async def _refuse(self, call: Call) -> None:
+        raise ApiError(404, f"no such route: {call.path[:200]}", code="not_found")
 
 
 def _observe(state: ServerState) -> None:
@@ -97,7 +102,8 @@ def build_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
                 CORSMiddleware, allow_origins=list(settings.cors_origin), allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
             )
         )
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_route})
+    app = Starlette(routes=routes, middleware=middleware)
     app.router.redirect_slashes = False
+    app.router.default = _Nowhere(state)
     app.state.server = state
     return app

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import signal
 import socket
 import time
@@ -56,6 +57,7 @@ def serve(engine: dict[str, Any], settings: ServerSettings, note: Note) -> int:
     if settings.api_key_file is not None:
         read_keys(settings.api_key_file)  # before minutes of loading
     bound = Bound(settings)
+    warn_of_strangers(settings, note)
     try:
         many_descriptors(settings.max_connections + 256)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -151,6 +153,14 @@ async def serve_ready(
             task.cancel()
         for close in state.closers:
             await asyncio.to_thread(close)
+
+
+def warn_of_strangers(settings: ServerSettings, note: Note) -> None:
+    """Says so where others than this machine's users can ask, and nobody needs a key."""
+    with contextlib.suppress(OSError, ValueError):
+        address = ipaddress.ip_address(socket.getaddrinfo(settings.host or None, None, flags=socket.AI_PASSIVE)[0][4][0])
+        if settings.uds is None and not address.is_loopback and not settings.api_key and settings.api_key_file is None:
+            note("warning: no keys are set, so that everyone who reaches this address can use the model; see --api-key-file")
 
 
 def listening(bound: Bound, names: Sequence[str], tokens: int) -> str:

@@ -59,6 +59,7 @@ class Call:
         self.path_params: Mapping[str, Any] = scope.get("path_params", {})
         self.query: bytes = scope.get("query_string", b"")
         self.method: str = scope["method"]
+        self.path: str = scope["path"]
         self.tenant: Tenant = state.keys.public
         given = self.headers.get("x-request-id")
         self.request_id = given if given is not None and good_request_id(given) else secrets.token_hex(16)
