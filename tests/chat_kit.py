@@ -152,12 +152,25 @@ def answering(app: Any, *answers: Sequence[int], finish: str = "stop", cached: i
     app.front.on_submit = start
 
 
+_COMPILED: dict[Any, Any] = {}
+_INFOS: dict[str, Any] = {}
+
+
+def compiled(kind: str, source: str, compiler: Compiler, vocabulary: Any, options: Sequence[tuple[str, Any]] = ()) -> Any:
+    """A grammar, compiled once."""
+    key, b = (vocabulary.fingerprint, kind, source, tuple(options)), bindings.load()
+    if key not in _COMPILED:
+        if vocabulary.fingerprint not in _INFOS:
+            _INFOS[vocabulary.fingerprint] = vocabulary.info()
+        data = compiler.compile(kind, source, dict(options)).data
+        _COMPILED[key] = b.CompiledGrammar.deserialize_json(data.decode(), _INFOS[vocabulary.fingerprint])
+    return _COMPILED[key]
+
+
 def follows(form: StructuredOutputs, ids: list[int], compiler: Compiler, vocabulary: Any) -> str:
     """ "whole", "begun", or the place where a token is not let through."""
     job = screen(form)
-    data = compiler.compile(job.kind, job.source, dict(job.options)).data
-    b = bindings.load()
-    matcher = b.GrammarMatcher(b.CompiledGrammar.deserialize_json(data.decode(), vocabulary.info()))
+    matcher = bindings.load().GrammarMatcher(compiled(job.kind, job.source, compiler, vocabulary, job.options))
     for place, token in enumerate(ids):
         row = np.full(-(-vocabulary.size // 32), -1, np.int32)
         matcher.fill_next_token_bitmask(row)

@@ -21,7 +21,9 @@ from deepinfer.server.chat.recipe import RecipeBackend, missing_tokens
 from deepinfer.server.conversation import Content as Said
 from deepinfer.server.conversation import Conversation, Reasoning, Rendered, Tool, ToolChoice
 from deepinfer.server.errors import BadRequestError
+from deepinfer.structured import bindings
 from deepinfer.structured.compiler import Compiler
+from deepinfer.structured.vocabulary import Vocabulary
 
 BOS, EOS, USER, ASSISTANT, OPEN, CLOSE, DSML, SYSTEM = 0, 1, 128803, 128804, 128821, 128822, 128825, 128000
 TOOL = Tool("weather", "of a city", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
@@ -68,7 +70,15 @@ CALL = (
     '<｜DSML｜ invoke name="weather">\n<｜DSML｜ parameter name="city" string="true">Rome</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
     "</｜DSML｜ calls>"
 )
+HELD = Tool(TOOL.name, "", {**TOOL.parameters, "required": ["city"]}, strict=True)
 CALLED = [("call", 0, "weather", '{"city": "Par\\n\\"is", "days": 3}'), ("call", 1, "weather", '{"city": "Rome"}')]
+
+
+@cache
+def grammars() -> tuple[Vocabulary, Compiler]:
+    """What grammars know of the tokenizer, and a compiler for it."""
+    known = vocabulary_of(TextSide(vocabulary(), None, (EOS,), {}, 0), vocabulary().vocab_size)
+    return known, Compiler(known)
 
 
 def test_thinking_and_effort_are_in_the_prompt() -> None:
@@ -196,10 +206,8 @@ def test_marks_that_are_only_spelled_end_nothing() -> None:
 
 
 def test_calls_and_forms_are_held_to_by_grammars_that_know_the_formats_tokens() -> None:
-    tokenizer = vocabulary()
-    known = vocabulary_of(TextSide(tokenizer, None, (EOS,), {}, 0), tokenizer.vocab_size)
-    compiler = Compiler(known)
-    held = Tool(TOOL.name, "", {**TOOL.parameters, "required": ["city"]}, strict=True)
+    tokenizer, held = vocabulary(), HELD
+    known, compiler = grammars()
 
     def verdict(spelling: str, params: SamplingParams = PARAMS, **values: Any) -> str:
         form = rendered(user(), params=params, **values).params.form
@@ -218,6 +226,77 @@ def test_calls_and_forms_are_held_to_by_grammars_that_know_the_formats_tokens() 
     assert verdict('{"a": 1}', number, thinking=False) == "whole"
     assert verdict(f"hm</think>\n\n{CALL}", number, tools=(held,)) == "whole"
     assert "schema" in text_of(rendered(user(), params=number))
+
+
+def test_a_mark_that_is_spelled_is_no_call_for_grammars_either() -> None:
+    known, compiler = grammars()
+    form = rendered(user(), thinking=False, tools=(HELD,), tool_choice=ToolChoice("required")).params.form
+    assert form is not None
+    spelled = ids(rendered(user(f"\n\n{CALL}")))
+    spelled = spelled[spelled.index(USER) + 1 : spelled.index(ASSISTANT)]
+    assert DSML not in spelled and kit.follows(form, spelled, compiler, known).startswith("no")
+
+
+@pytest.mark.parametrize("version", ["v4", "v4_1"])
+def test_the_same_texts_are_calls_for_xgrammar(version: Any) -> None:
+    """Its tags know the mark as text: they and ours take and refuse the same answers."""
+    from xgrammar import get_model_structural_tag
+
+    known, compiler = grammars()
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}]
+    gap, block = (" ", "calls") if version == "v4_1" else ("", "tool_calls")
+
+    def call(*parameters: tuple[str, str, str], name: str = "weather") -> str:
+        inner = "".join(f'<｜DSML｜{gap}parameter name="{k}" string="{s}">{v}</｜DSML｜{gap}parameter>\n' for k, s, v in parameters)
+        return f'<｜DSML｜{gap}invoke name="{name}">\n{inner}</｜DSML｜{gap}invoke>\n'
+
+    def calls(*made: str) -> str:
+        return f"<｜DSML｜{gap}{block}>\n{''.join(made)}</｜DSML｜{gap}{block}>"
+
+    rome, days = ("city", "true", "Rome"), ("days", "false", "3")
+    texts = [
+        calls(call(rome)),
+        calls(call(rome, days)),
+        calls(call(rome, days, ("tags", "false", '["a", "b"]'))),
+        calls(call(rome), call(rome)),
+        calls(call(("city", "true", "a <b> </b> c\nd"))),
+        calls(call(days)),
+        calls(call(days, rome)),
+        calls(call(rome, ("days", "false", '"x"'))),
+        calls(call(rome, ("town", "true", "x"))),
+        calls(call(rome, name="other")),
+        calls(),
+        calls(call(rome))[:-3],
+        "hello",
+        f"well\n\n{calls(call(rome))}",
+    ]
+    for choice, theirs in (
+        (ToolChoice(), "auto"),
+        (ToolChoice("required"), "required"),
+        (ToolChoice("required", parallel=False), "required"),
+    ):
+        tag = get_model_structural_tag(
+            "deepseek_v4_1" if version == "v4_1" else "deepseek_v4",
+            tools,
+            theirs,
+            reasoning="disabled",
+            parallel_tool_calls=choice.parallel,
+        )
+        compiled = kit.compiled("structural_tag", tag.model_dump_json(), compiler, known)
+        held = (Tool("weather", "", schema, strict=True),)
+        form = backend(version).render(Conversation([user()], tools=held, tool_choice=choice, thinking=False), PARAMS).params.form
+        assert form is not None
+        for text in texts:
+            text = f"\n\n{text}" if choice.mode == "required" else text
+            matcher = bindings.load().GrammarMatcher(compiled)
+            expected = matcher.accept_string(text) and matcher.is_completed()
+            assert (kit.follows(form, answer(text)[:-1], compiler, known) == "whole") == expected, (text, theirs)
 
 
 def test_images_are_data_urls_for_models_that_take_them() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,6 @@ from deepinfer.engine.grammars import vocabulary_of
 from deepinfer.engine.input_processor import InputProcessor, ModelLimits
 from deepinfer.engine.text_side import TextSide
 from deepinfer.sampling import SamplingParams
-from deepinfer.server.chat.dsml import dsml_format
 from deepinfer.server.chat.template import TemplateBackend
 from deepinfer.server.conversation import Conversation, Tool, ToolChoice
 from deepinfer.structured.compiler import Compiler
@@ -104,27 +102,3 @@ def test_spelled_marks_are_no_calls_and_marks_are_no_text() -> None:
                 continue  # ends the answer where it may end
             start = tokenizer.encode('"') if "json" in wanted else []
             assert kit.follows(StructuredOutputs.of(wanted), [*start, token], compiler, vocabulary) == f"no {len(start)}", name  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("version", ["v4", "v4_1"])
-def test_deepseeks_calls_are_those_that_xgrammar_knows(version: Any) -> None:
-    from xgrammar import get_model_structural_tag
-
-    tools = [{"type": "function", "function": {"name": t.name, "parameters": dict(t.parameters), "strict": True}} for t in (STRICT, LOOSE)]
-
-    def bare(part: Any) -> Any:
-        """Without what says nothing."""
-        if isinstance(part, dict):
-            return {k: bare(v) for k, v in part.items() if v not in (None, [], False) and k != "excludes"}
-        return [bare(v) for v in part] if isinstance(part, list) else part
-
-    held = (STRICT, Tool("v", "", CITY, True))
-    for choice, theirs in (
-        (ToolChoice(), "auto"),
-        (ToolChoice(parallel=False), "auto"),
-        (ToolChoice("required"), "required"),
-        (ToolChoice("required", parallel=False), "required"),
-    ):
-        model = "deepseek_v4_1" if version == "v4_1" else "deepseek_v4"
-        known = get_model_structural_tag(model, tools, theirs, reasoning="disabled", parallel_tool_calls=choice.parallel)
-        assert bare(dsml_format(version, held, choice)) == bare(json.loads(known.model_dump_json()))["format"]

@@ -30,7 +30,7 @@ ChatTemplates = str | Mapping[str, str]
 
 
 def _looks_like_markup(content: str) -> bool:
-    return len(content) > 2 and (content[0] + content[-1] in ("<>", "[]") or (content[0], content[-1]) == ("<", "｜"))
+    return len(content) > 2 and content[0] + content[-1] in ("<>", "[]", "<｜", "｜｜")
 
 
 class Tokenizer:

@@ -24,6 +24,7 @@ from starlette.applications import Starlette
 from deepinfer.engine.async_engine import AsyncLLM
 from deepinfer.errors import EngineDeadError
 from deepinfer.server.app import build_app
+from deepinfer.server.chat.backend import make_ready
 from deepinfer.server.http.access_log import set_up
 from deepinfer.server.http.listen import Bound, http_protocol, many_descriptors
 from deepinfer.server.keys import read_keys
@@ -133,6 +134,7 @@ async def serve_ready(
     set_up(settings.log_format, settings.access_log)
     app = build_app(llm, settings)
     state: ServerState = app.state.server
+    await make_ready(state)
     server = http_server(app, settings)
     serving = asyncio.create_task(server.serve([listener]))
     while not server.started and not serving.done():

@@ -56,3 +56,16 @@ async def chat_backend(state: ServerState) -> ChatBackend:
         return await asyncio.shield(known)
     except ConfigError as e:
         raise ApiError(501, str(e), code="no_chat") from None
+
+
+async def make_ready(state: ServerState) -> None:
+    """Makes the back end before the first request comes.
+
+    Raises:
+        ConfigError: the model cannot be spoken to in the way that was asked for; without such a wish every request is told.
+    """
+    try:
+        await chat_backend(state)
+    except ApiError as e:
+        if state.settings.chat_backend != "auto":
+            raise ConfigError(f"--chat-backend {state.settings.chat_backend}: {e.message}") from None

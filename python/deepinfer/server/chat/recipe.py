@@ -24,7 +24,7 @@ from deepinfer.server import fresh
 from deepinfer.server.chat.answer import Answer, AnswerRules
 from deepinfer.server.chat.bits import Mark
 from deepinfer.server.chat.constraints import BREAKS, form_format, reasoning_format
-from deepinfer.server.chat.dsml import dsml_format
+from deepinfer.server.chat.dsml import DsmlFormats
 from deepinfer.server.chat.template import tool_json
 from deepinfer.server.conversation import (
     AnswerParser,
@@ -87,7 +87,6 @@ class RecipeBackend:
                 f"the tokenizer has no control token {missing[0]}, which the DeepSeek chat format needs; use --chat-backend template"
             )
         self._recipe: Any = recipe
-        self._version = version
         self._tokenizer, self._eos, self._takes_images = tokenizer, frozenset(eos_ids), takes_images
         self._for_recipe = recipe.Tokenizer.from_str(tokenizer.backend.to_str())
         encoding = recipe.DeepseekV41Encoding() if version == "v4_1" else recipe.DeepseekV4Encoding()
@@ -95,6 +94,7 @@ class RecipeBackend:
         model = recipe.ModelVersion.DeepseekV41Flash if version == "v4_1" else recipe.ModelVersion.DeepseekV4Pro
         self._options = recipe.ConversionOptions().with_model_versions_by_name({_MODEL: model})
         added = {text: i for i, text in tokenizer.table.added.items()}
+        self._calls = DsmlFormats(version, added[recipe.SpecialToken.Dsml.default_str()])
         self._thought_ids = tuple(added[getattr(recipe.SpecialToken, name).default_str()] for name in ("ThinkingStart", "ThinkingEnd"))
 
     def render(self, conversation: Conversation, params: SamplingParams) -> Rendered:
@@ -139,7 +139,7 @@ class RecipeBackend:
         parts: list[dict[str, Any]] = []
         if calls:
             choice = ToolChoice("required", parallel=c.tool_choice.parallel) if form is not None else c.tool_choice
-            parts.append(dsml_format(self._version, c.tools, choice if c.tool_choice.name is None else c.tool_choice))
+            parts.append(self._calls.answer(c.tools, choice if c.tool_choice.name is None else c.tool_choice))
         if form is not None and c.tool_choice.mode != "required":
             parts.append(form_format(form))
         answer = parts[0] if len(parts) == 1 else {"type": "or", "elements": parts}

@@ -10,9 +10,12 @@ from typing import Any
 
 from deepinfer.engine.tokenizer import Tokenizer, check_token_ids
 from deepinfer.errors import ConfigError
+from deepinfer.sampling import SamplingParams
+from deepinfer.server.dialogue import render
 from deepinfer.server.errors import ApiError, BadRequestError
 from deepinfer.server.fields import check_model, is_ids, typed
 from deepinfer.server.http.call import Call
+from deepinfer.server.protocols import chat_request
 
 _LONG = 20_000
 """Characters or tokens above which the work leaves the event loop's thread."""
@@ -53,16 +56,9 @@ async def tokenize(call: Call) -> None:
 
 
 async def _conversation(call: Call, body: dict[str, Any]) -> list[int]:
-    messages = typed(body, "messages", list, [])
-    tools = typed(body, "tools", list, [])
-    values = {
-        **typed(body, "chat_template_kwargs", dict, {}),
-        "add_generation_prompt": typed(body, "add_generation_prompt", bool, True),
-        "continue_final_message": typed(body, "continue_final_message", bool, False),
-        "tools": tools or None,
-    }
-    made = await asyncio.to_thread(lambda: call.state.llm.chat_prompt(messages, **values))
-    return list(made["prompt_token_ids"])
+    rendered = await render(call, chat_request.conversation(body), SamplingParams(max_tokens=None))
+    assert isinstance(rendered.prompt, dict)
+    return list(rendered.prompt["prompt_token_ids"])
 
 
 async def detokenize(call: Call) -> None:
