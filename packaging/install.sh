@@ -3,12 +3,12 @@
 # these lines and no others.
 #   packaging/install.sh WHEEL [FOLDER] [EXTRAS]
 #     FOLDER       environment to make, or to install into (default: /opt/deepinfer)
-#     EXTRAS       of the package (default: deepseek,images,otel,server)
+#     EXTRAS       of the package (default: deepseek,images,otel,server,structured)
 #   PYTHON         interpreter of a new environment, 3.11 or newer (default: python3)
 #   TORCH_INDEX    index that torch is taken from, such as torch's own for CPUs (default: the usual one, which brings CUDA along)
 #   DEMO_MODEL=0   leaves out the demo model (93 MB)
 set -euo pipefail
-wheel=${1:-} folder=${2:-/opt/deepinfer} extras=${3:-deepseek,images,otel,server}
+wheel=${1:-} folder=${2:-/opt/deepinfer} extras=${3:-deepseek,images,otel,server,structured}
 if [ ! -f "$wheel" ]; then
     echo "install.sh: no wheel ${wheel:+at $wheel}; make one with 'make wheel' and give its path: packaging/install.sh dist/deepinfer-*.whl" >&2
     exit 2

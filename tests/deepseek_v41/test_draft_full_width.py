@@ -130,7 +130,7 @@ class Stage:
         row_seq = torch.cat([torch.full((end - first,), number) for number, (first, end) in enumerate(spans)])
         cu_q = torch.tensor([0, *(end - first for first, end in spans)]).cumsum(0).int()
         step = StepRows(pos.to(self.device), row_seq.to(self.device), cu_q.to(self.device), self.slots)
-        rows = LayerRows.make(step, torch.zeros_like(step.pos), self.caches, self.t.attention.window, self.ropes)
+        rows = LayerRows.make(step, step.pos.shape[0], torch.zeros_like(step.pos), self.caches, self.t.attention.window, self.ropes)
         own = torch.cat([t[first:end] for t, (first, end) in zip(taps, spans, strict=True)]).to(self.device)
         self.stages.keep(list(own.unbind(1)), rows, self.state, self.caches)
 

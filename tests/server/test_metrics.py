@@ -55,7 +55,12 @@ def snapshot(device: str) -> EngineMetrics:
         collect(engine)
         made = engine.metrics()
     return dataclasses.replace(
-        made, tables={"hits": 3, "capacity": 9}, slices={"cut": 4, "bytes": 5}, store={"lookups": 6}, grammars={"fills": 7}
+        made,
+        tables={"hits": 3, "capacity": 9},
+        slices={"cut": 4, "bytes": 5},
+        store={"lookups": 6},
+        grammars={"fills": 7},
+        moe={"balance_ratio": 1},
     )
 
 

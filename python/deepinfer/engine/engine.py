@@ -44,9 +44,10 @@ from deepinfer.errors import (
 from deepinfer.kvcache.block_tier import BlockTier
 from deepinfer.kvcache.handover import Handover
 from deepinfer.kvcache.state_slices import SliceTier
-from deepinfer.models.base import Model, TableModel
+from deepinfer.models.base import ExpertModel, Model, TableModel
 from deepinfer.sampling import TrafficClass
 from deepinfer.worker.device_queue import StepTimes
+from deepinfer.worker.expert_loads import ExpertLoads
 from deepinfer.worker.sampling_state import RowSampling
 from deepinfer.worker.step import StepResult
 
@@ -98,6 +99,8 @@ class Engine(EngineHooks):
         self.last_failure: StepFailedError | None = None
         self.fault: EngineDeadError | None = None
         self._core = _core.Core(made.core_config())
+        loads = self.model.expert_loads() if isinstance(self.model, ExpertModel) else ()
+        self._expert_loads = ExpertLoads(loads) if loads else None
         self._runner = made.make_runner(self._core, self._admitted, self._restored)
         self._core.register_ring(self._runner.ring.registration())
         self._slices = made.make_slices(self._core, self._runner, self, slices, self._request_id)
@@ -477,7 +480,8 @@ class Engine(EngineHooks):
         slices = None if self._slices is None else self._slices.counts()
         store = None if self._store is None else self._store.counters.as_dict()
         group = None if self._group is None else self._group.counters()
-        return EngineMetrics.of(self._core, tables, slices, store, self._grammars.counts(), group)
+        moe = None if self._expert_loads is None else self._expert_loads.counts()
+        return EngineMetrics.of(self._core, tables, slices, store, self._grammars.counts(), group, moe)
 
     def kv_identity(self) -> dict[str, str | int]:
         """What names of this engine's KV are made of besides tokens and a request's own salt, as ``deepinfer kvstore check --identity``
@@ -517,7 +521,7 @@ class Engine(EngineHooks):
         self._bell.close()
         if self._group is not None:
             self._group.leave()
-        del self._loop, self._answers, self._grammars, self._role, self._store, self._runner, self.model
+        del self._loop, self._answers, self._grammars, self._role, self._store, self._runner, self._expert_loads, self.model
         gc.unfreeze()
         gc.collect()
         if self.run.platform.name == "cuda":

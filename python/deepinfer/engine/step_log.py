@@ -65,6 +65,7 @@ class EngineMetrics:
         grammars: ``fills``: masks of answers held to a form, ``fill_seconds``, ``slow_fills`` of more than 50 ms, and ``so_failed``
             answers that ended by their grammar's fault.
         store: of engines with a KV store, what `deepinfer.engine.kv_store.counters.StoreCounters` says; empty for others.
+        moe: of models with mixtures of experts, what `deepinfer.worker.expert_loads.ExpertLoads.counts` says; empty for others.
         group: of a rank of a group, see `deepinfer.engine.data_parallel.membership.Membership.counters`; empty for others.
     """
 
@@ -101,6 +102,7 @@ class EngineMetrics:
     store: dict[str, int]
     grammars: dict[str, float]
     group: dict[str, float]
+    moe: dict[str, float]
 
     @classmethod
     def of(
@@ -111,6 +113,7 @@ class EngineMetrics:
         store: dict[str, int] | None = None,
         grammars: dict[str, float] | None = None,
         group: dict[str, float] | None = None,
+        moe: dict[str, float] | None = None,
     ) -> EngineMetrics:
         """One snapshot of the core, beside what the model says of its tables, and the engine of its slices, store and grammars."""
         m = core.metrics()
@@ -162,6 +165,7 @@ class EngineMetrics:
             store=dict(store or {}),
             grammars=dict(grammars or {}),
             group=dict(group or {}),
+            moe=dict(moe or {}),
         )
 
     @classmethod

@@ -309,6 +309,14 @@ class TableModel(Model, Protocol):
 
 
 @runtime_checkable
+class ExpertModel(Model, Protocol):
+    """A model with mixtures of experts."""
+
+    def expert_loads(self) -> Sequence[torch.Tensor]:
+        """Of each layer with experts, int64 ``[experts]`` on the device: how often a row has chosen each, since loading."""
+
+
+@runtime_checkable
 class LoadableModel(Model, Fillable, Protocol):
     """A model class the loaders can fill: what ``register_model`` and entry points name.
 

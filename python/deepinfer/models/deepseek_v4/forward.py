@@ -116,6 +116,10 @@ class DeepseekV4Model(BlockModel[DeepseekV4Parameters]):
         self._caches = plan_caches(self.topology, storage, block_tokens, options.max_backtracking or 1)
         return self._caches.kv_groups()
 
+    def expert_loads(self) -> list[torch.Tensor]:
+        """See ``models.base.ExpertModel``."""
+        return [layer.expert_loads for layer in self.layers]
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: dict[str, torch.Tensor]) -> torch.Tensor:
         """Hidden states ``[T, d]`` in the run dtype after the final norm; writes caches."""

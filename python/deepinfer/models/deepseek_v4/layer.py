@@ -94,11 +94,16 @@ class Layer:
         self._indexer = None if p.indexer is None else Indexer(p.indexer, t, plan)
         self._experts, self._table = Experts(p.moe, t.moe, t.moe.chosen, t.quantised_weights, dtype), p.table
 
+    @property
+    def expert_loads(self) -> torch.Tensor:
+        """See ``Experts``."""
+        return self._experts.loads
+
     def __call__(self, x: torch.Tensor, step: Step, pools: Pools, caches: CachePlan) -> torch.Tensor:
         """Streams ``[T, s, d]`` behind the layer; its caches have the step's rows."""
         x = self._site(x, self._mix_attn, self._attn_norm, lambda u: self._attend(u, step, pools, caches))
         given = None if self._table is None else self._table.index_select(0, step.ids)
-        return self._site(x, self._mix_ffn, self._ffn_norm, lambda u: self._experts(u, given=given))
+        return self._site(x, self._mix_ffn, self._ffn_norm, lambda u: self._experts(u, given=given, real=step.encoder.real))
 
     def _site(self, x: torch.Tensor, mix: PackedMix, norm: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         t = self._t

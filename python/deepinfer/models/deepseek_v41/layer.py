@@ -35,6 +35,11 @@ class Sites:
         self._mix_attn, self._mix_ffn = PackedMix.pack(p.hc_attn), PackedMix.pack(p.hc_ffn)
         self._experts = Experts(p.moe, t.moe, chosen, t.quantised_weights, dtype)
 
+    @property
+    def expert_loads(self) -> torch.Tensor:
+        """See ``Experts``."""
+        return self._experts.loads
+
     def _mixes(self, x: torch.Tensor, site: PackedMix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         t = self._t
         return mix_coefficients(x, site.fn, site.base, site.scale, t.eps, t.sinkhorn_iterations, t.mix_eps)
@@ -43,14 +48,20 @@ class Sites:
         """What attention reads: the streams collapsed with the mix that came with them, normed, ``[T, d]``."""
         return rms_norm(collapse(*streams, self._dtype), self._attn_norm, self._t.eps)
 
-    def __call__(self, streams: Streams, attention: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor | None = None) -> Streams:
-        """``attention``: ``[T, d]`` normed rows → ``[T, d]``; ``image`` marks rows of image spans."""
+    def __call__(
+        self,
+        streams: Streams,
+        attention: Callable[[torch.Tensor], torch.Tensor],
+        image: torch.Tensor | None = None,
+        real: int | None = None,
+    ) -> Streams:
+        """``attention``: ``[T, d]`` normed rows → ``[T, d]``; ``image`` marks rows of image spans; ``real``: see ``Experts``."""
         x = streams[0]
         after_attention, post, comb = self._mixes(x, self._mix_attn)
         x = expand(attention(self.enter(streams)), x, post, comb)
         after, post, comb = self._mixes(x, self._mix_ffn)
         u = rms_norm(collapse(x, after_attention, self._dtype), self._ffn_norm, self._t.eps)
-        return expand(self._experts(u, image), x, post, comb), after
+        return expand(self._experts(u, image, real=real), x, post, comb), after
 
 
 class Layer:
@@ -61,6 +72,11 @@ class Layer:
         self._sites = Sites(p, t, t.moe.chosen, dtype)
         self._attention = Attention(p, t, plan, dtype)
         self._engram = None if p.engram is None else PackedEngram.pack(p.engram, t.quantised_weights)
+
+    @property
+    def expert_loads(self) -> torch.Tensor:
+        """See ``Experts``."""
+        return self._sites.expert_loads
 
     def add_engram(self, x: torch.Tensor, found: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
         """Streams plus the gated value of table rows ``found`` ``[T, width]``; rows that are ``dead`` (bool ``[T]``) stay."""
@@ -79,4 +95,4 @@ class Layer:
                 self._attention.fill(u, step, caches, rope)
             return self._attention(u, step, rows, caches)
 
-        return self._sites(streams, attention, rows.image)
+        return self._sites(streams, attention, rows.image, rows.real)

@@ -40,17 +40,20 @@ class LayerRows:
     window: WindowPlan
     main: Angles
     compress: Angles
+    real: int
+    """Rows that are not padding; they are the first ones."""
     image: torch.Tensor | None = None
     """bool ``[T]``: rows of images; None = there are none."""
 
     @classmethod
-    def make(cls, step: StepRows, floor: torch.Tensor, caches: CachePlan, window: int, ropes: RopeTables) -> LayerRows:
+    def make(cls, step: StepRows, real: int, floor: torch.Tensor, caches: CachePlan, window: int, ropes: RopeTables) -> LayerRows:
         """``floor`` int64 ``[T]``: no row sees window rows below it."""
         return cls(
             step=step,
             window=WindowPlan(step, window, caches.ring, floor),
             main=ropes.main.pair_cos_sin(step.pos),
             compress=ropes.compress.pair_cos_sin(step.pos),
+            real=real,
         )
 
 
@@ -112,12 +115,14 @@ def make_step(batch: ForwardBatch, kv: Mapping[str, torch.Tensor], caches: Cache
     state = batch.state
     if state is None:
         raise ValueError("a model with state needs a batch that says where it is (ForwardBatch.state)")
-    rows = row_bucket(batch.ids.shape[0], quantum)
+    real = batch.ids.shape[0]
+    rows = row_bucket(real, quantum)
     step = _rows(batch.pos, state.row_seq, batch.cu_q, state.state_row, rows)
-    encoder = LayerRows.make(step, state.floor[:, 0].long().index_select(0, step.row_seq), caches, window, ropes)
+    encoder = LayerRows.make(step, real, state.floor[:, 0].long().index_select(0, step.row_seq), caches, window, ropes)
     part, chosen = step, None
     if state.decoder_rows is not None and state.decoder_cu_q is not None:
-        kept = row_bucket(state.decoder_rows.shape[0], quantum)
+        real = state.decoder_rows.shape[0]
+        kept = row_bucket(real, quantum)
         pos, row_seq = (x.index_select(0, state.decoder_rows) for x in (batch.pos, state.row_seq))
         part = _rows(pos, row_seq, state.decoder_cu_q, state.state_row, kept)
         chosen = _pad(state.decoder_rows, kept)
@@ -126,7 +131,7 @@ def make_step(batch: ForwardBatch, kv: Mapping[str, torch.Tensor], caches: Cache
         ids=_pad(batch.ids, rows),
         slots={entries: _pad(slots.clamp_min(0), rows) for entries, slots in zip(sizes, batch.slots, strict=True)},
         encoder=encoder,
-        decoder=LayerRows.make(part, _decoder_floor(state, part), caches, window, ropes),
+        decoder=LayerRows.make(part, real, _decoder_floor(state, part), caches, window, ropes),
         chosen=chosen,
         kv=kv,
         state=caches.views(kv["state0"]),

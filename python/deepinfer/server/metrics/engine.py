@@ -81,7 +81,7 @@ ELSEWHERE = frozenset(
 )
 """Totals that are values of a metric with labels."""
 
-_NOW = frozenset({"capacity", "slices", "bytes", "last_step"})
+_NOW = frozenset({"capacity", "slices", "bytes", "last_step", "balance_ratio", "balance_worst_ratio"})
 """Names in the parts of a snapshot that are states of this moment."""
 
 
@@ -246,6 +246,7 @@ def _parts(at: At) -> Iterator[Metric]:
         ("store", "kvstore", "the KV store as the engine sees it"),
         ("grammars", "grammar", "masks of answers held to a form"),
         ("group", "rank_group", "being in step with other ranks"),
+        ("moe", "moe", "how rows spread over experts"),
     ):
         names = dict.fromkeys(name for _, m in at for name in getattr(m, part))
         for name in names:
