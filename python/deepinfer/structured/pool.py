@@ -59,7 +59,7 @@ class _Shared:
         self.vocabulary = pickle.dumps(vocabulary, protocol=pickle.HIGHEST_PROTOCOL)
         self.seconds, self.memory = seconds, memory
         self.queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a pool that nobody closed is closed when it is collected, on whatever thread that happens
         self.workers: list[_Worker] = []
         self.waiting = 0  # tasks that no thread has taken
         self.idle = 0
@@ -131,7 +131,8 @@ def _close(s: _Shared) -> None:
             s.queue.put(None)
             worker.wake()
     for worker in workers:
-        worker.thread.join(10.0)
+        if worker.thread is not threading.current_thread():
+            worker.thread.join(10.0)
 
 
 class _Worker:
