@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from deepinfer.worker.expert_loads import ExpertLoads
-from server.test_metrics import Samples, read
+from metrics_kit import Samples, read
 from server_kit import serving
 
 PACKAGING = Path(__file__).resolve().parent.parent.parent / "packaging"

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.parser import text_string_to_metric_families
 
 import api_kit
 from deepinfer import LLM
@@ -29,21 +28,8 @@ from deepinfer.server.metrics.snapshots import Snapshots
 from deepinfer.server.metrics.weighted import WeightedHistogram
 from deepinfer.server.settings import ServerSettings
 from engine_kit import collect, make_engine, random_prompts, request, tiny_checkpoint
+from metrics_kit import read, total
 from server_kit import Served, scripted, serving
-
-Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-def read(text: str) -> Samples:
-    """Every sample of a page, by name and labels."""
-    return {(s.name, frozenset(s.labels.items())): s.value for f in text_string_to_metric_families(text) for s in f.samples}
-
-
-def total(samples: Samples, name: str, **labels: str) -> float:
-    """Sum of a metric's samples that have these labels."""
-    found = [value for (n, key), value in samples.items() if n == name and set(labels.items()) <= key]
-    assert found, name
-    return sum(found)
 
 
 @pytest.fixture(scope="module")

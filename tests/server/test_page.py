@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ import pytest
 
 from browser_kit import BROWSER, Page, browser
 from deepinfer.server.endpoints.page import HEADERS, KINDS, assets
-from server.test_metrics import read, total
-from server_kit import Served, serving
+from deepinfer.server.settings import ServerSettings
+from metrics_kit import read, total
+from server_kit import Served, scripted, serving
 
 KEY = {"authorization": "Bearer the-key"}
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-get install chromium")
@@ -49,8 +51,11 @@ def test_no_other_file_is_served(guarded: Served, name: str) -> None:
 
 
 def test_no_page_where_none_is_wanted() -> None:
-    with serving(None, "--no-page") as server:
-        assert server.get("/").status_code == server.get("/page/main.js").status_code == 404
+    async def ask(page: bool) -> set[int]:
+        async with scripted(ServerSettings(served_model_name=("m",), page=page)) as app:
+            return {(await app.send("GET", path).done()).status for path in ("/", "/page/main.js")}
+
+    assert asyncio.run(ask(True)) == {200} and asyncio.run(ask(False)) == {404}
 
 
 @pytest.fixture(scope="module")
