@@ -16,6 +16,7 @@ import pytest
 import grammar_kit
 from deepinfer import StructuredOutputs
 from deepinfer.errors import GrammarError, GrammarTimeoutError
+from deepinfer.structured.compiler import clean
 from deepinfer.structured.pool import CompilerPool, worker_count
 from process_kit import gone
 
@@ -160,6 +161,26 @@ def test_a_process_killed_in_the_middle_costs_that_compilation_only() -> None:
         assert outcome(behind.future) == "fine" and gone(pid, 1) and pid not in pool.pids()
     finally:
         pool.close()
+
+
+def test_a_process_that_gets_no_processor_is_not_its_grammars_fault() -> None:
+    with grammar_kit.service(1, 2.0) as service:
+        service.compile(StructuredOutputs(regex="a"))
+        (pid,) = service.worker_pids()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(GrammarTimeoutError, match="this machine is busy; try again"):
+            service.compile(StructuredOutputs(regex="b"))
+        assert gone(pid, 5)
+        assert grammar_kit.accepts(service.compile(StructuredOutputs(regex="b")), "b"), "it is tried again, not refused for a while"
+        assert service.stats()["timeouts"] == 1
+
+
+def test_messages_are_without_places_in_the_compilers_source() -> None:
+    said = (
+        "[12:00:00] /project/cpp/json.cc:12: Failed to parse JSON: [12:00:01] /project/cpp/support/guard.h:36: Check failed: (error == "
+        "std::nullopt) is false: RecursionGuard: Maximum recursion depth exceeded.\n"
+    )
+    assert clean(said) == "Failed to parse JSON: RecursionGuard: Maximum recursion depth exceeded."
 
 
 def test_a_cancelled_compilation_is_killed_or_never_begins() -> None:

@@ -23,8 +23,8 @@ from deepinfer.structured.vocabulary import Vocabulary
 
 FIRST_MASK_SECONDS = 0.5
 """Processor time that a first mask may take: as much as any later one, see `deepinfer.worker.grammar.MaskClock`."""
-_PLACE = re.compile(r"^\[[\d:]+\]\s+\S+?\.(?:cc|h|cpp|cu):\d+:\s*")
-_CHECK = re.compile(r"^Check failed: \(.*?\) is false:\s*")
+_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]\s+\S+?\.(?:cc|h|cpp|cu):\d+:\s*")
+_CHECK = re.compile(r"Check failed: \(.*?\) is (?:false|true):\s*")
 _WARNING = re.compile(r"^Warning:\s*")
 _MOST_SAID = 300
 _MAY_BOUND = re.compile(r'"(?:min|max)Length"')

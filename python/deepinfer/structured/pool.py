@@ -20,11 +20,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from deepinfer.errors import ConfigError, EngineDeadError, GrammarError, GrammarTimeoutError
+from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, GrammarError, GrammarTimeoutError
 from deepinfer.structured import bindings
 from deepinfer.structured.compile_process import receive, send
 from deepinfer.structured.compiler import Compiled
@@ -40,6 +40,10 @@ def worker_count(wanted: int) -> int:
     """Processes to use: as many as wanted, but one core is left to everybody else."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(wanted, cores - 1))
+
+
+class StarvedError(GrammarTimeoutError):
+    """A compilation ran out of time because its process hardly got any: another try may do."""
 
 
 class Task:
@@ -200,12 +204,12 @@ class _Worker:
             self._kill()
             self._start()
         self._await_ready(task)
-        start = time.monotonic()
+        start, worked = time.monotonic(), self._worked()
         message = None
         with contextlib.suppress(OSError):  # a process that has ended meanwhile: said below
             assert self._socket is not None
             send(self._socket, {"kind": task.kind, "options": task.options}, task.source.encode())
-            message = self._answer(task, start + s.seconds, f"compiling it takes more than {s.seconds:g} s; make it smaller or less nested")
+            message = self._answer(task, start + s.seconds, lambda: _late(s.seconds, self._worked() - worked))
         if message is None:
             raise GrammarTimeoutError(f"compiling it ended its process ({self._how_it_ended()}); make it smaller or less nested")
         said, data = message
@@ -218,9 +222,8 @@ class _Worker:
     def _await_ready(self, task: Task) -> None:
         if self._ready:
             return
-        message = self._answer(
-            task, time.monotonic() + _START_SECONDS, "the process that compiles grammars does not start; the machine is too busy"
-        )
+        late = EngineDeadError("the process that compiles grammars does not start; the machine is too busy")
+        message = self._answer(task, time.monotonic() + _START_SECONDS, lambda: late)
         if message is None:
             raise EngineDeadError(f"the process that compiles grammars ended at its start ({self._how_it_ended()})")
         if "error" in message[0]:
@@ -229,7 +232,7 @@ class _Worker:
             raise kind(f"the process that compiles grammars cannot start: {message[0]['error']}")
         self._ready = True
 
-    def _answer(self, task: Task, deadline: float, late: str) -> tuple[dict[str, Any], bytes] | None:
+    def _answer(self, task: Task, deadline: float, late: Callable[[], DeepInferError]) -> tuple[dict[str, Any], bytes] | None:
         """The process's next message; ``None`` if it has ended. Kills it when the time is up or the task is cancelled."""
         assert self._socket is not None
         while True:
@@ -250,10 +253,20 @@ class _Worker:
                 except TimeoutError:
                     pass
             if time.monotonic() >= deadline:
+                error = late()
                 self._kill()
-                raise GrammarTimeoutError(late)
+                raise error
 
     # The process
+
+    def _worked(self) -> float:
+        """Seconds of processor time that the process has had; 0 where the system does not say."""
+        with contextlib.suppress(OSError, AttributeError, IndexError, ValueError):
+            assert self.process is not None
+            with open(f"/proc/{self.process.pid}/stat", encoding="ascii") as f:
+                cells = f.read().rsplit(")", 1)[1].split()
+            return (int(cells[11]) + int(cells[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
 
     def _start(self) -> None:
         s = self._shared
@@ -310,3 +323,13 @@ class _Worker:
         with contextlib.suppress(ValueError):
             return signal.Signals(-status).name
         return f"signal {-status}"
+
+
+def _late(seconds: float, worked: float) -> GrammarTimeoutError:
+    """What is said when a compilation has had its time, and how much of it was the processor's."""
+    if sys.platform == "linux" and worked < seconds / 8:
+        return StarvedError(
+            f"compiling it got {worked:.1f} s of a processor in {seconds:g} s, since this machine is busy; "
+            "try again later, raise grammar_timeout, or make it smaller"
+        )
+    return GrammarTimeoutError(f"compiling it takes more than {seconds:g} s; make it smaller or less nested")

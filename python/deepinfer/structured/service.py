@@ -24,7 +24,7 @@ from deepinfer.structured import bindings
 from deepinfer.structured.cache import GrammarCache
 from deepinfer.structured.compiler import Compiled
 from deepinfer.structured.matcher import ReadyGrammar
-from deepinfer.structured.pool import MEMORY, CompilerPool, Task, worker_count
+from deepinfer.structured.pool import MEMORY, CompilerPool, StarvedError, Task, worker_count
 from deepinfer.structured.screen import Job, screen
 from deepinfer.structured.vocabulary import Vocabulary
 from deepinfer.structured_outputs import StructuredOutputs
@@ -220,7 +220,7 @@ class GrammarService:
                 self._cache.put(key, made)
             elif isinstance(error, GrammarTimeoutError):
                 self._counts["timeouts"] += 1
-                if self._cache.limit:
+                if self._cache.limit and not isinstance(error, StarvedError):
                     self._refused[key] = time.monotonic() + _REFUSE_SECONDS, str(error)
                     while len(self._refused) > _MOST_REFUSED:
                         self._refused.popitem(last=False)
