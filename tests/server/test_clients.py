@@ -86,6 +86,27 @@ def test_openai_streams_what_it_gives_at_once(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == whole.usage.total_tokens
 
 
+def test_a_stop_string_ends_the_answer_in_the_engine(client: openai.OpenAI, server: Served) -> None:
+    asked = {
+        "model": "tiny",
+        "messages": HI,
+        "seed": 11,
+        "temperature": 0.9,
+        "max_tokens": 60,
+        "extra_body": {"ignore_eos": True, **DIRECT},
+    }
+    whole = client.chat.completions.create(**asked).choices[0].message.content  # type: ignore[call-overload]
+    pairs = (whole[i : i + 2] for i in range(len(whole) // 3, len(whole) - 1))
+    stop = next(p for p in pairs if "\ufffd" not in p)
+    known = whole[: whole.index(stop)]
+    for _ in range(2):
+        cut = client.chat.completions.create(**asked, stop=[stop])  # type: ignore[call-overload]
+        assert cut.choices[0].message.content == known and cut.choices[0].finish_reason == "stop" and cut.usage.completion_tokens < 60
+        chunks = list(client.chat.completions.create(**asked, stop=stop, stream=True))  # type: ignore[call-overload]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == known
+    assert server.get("/ready").status_code == 200
+
+
 def test_openai_calls_tools(client: openai.OpenAI) -> None:
     made = client.chat.completions.create(
         model="tiny", messages=HI, tools=[TOOL], tool_choice="required", max_tokens=300, seed=1, extra_body=DIRECT

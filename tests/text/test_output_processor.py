@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -214,3 +215,27 @@ def test_metrics_come_from_the_engines_timing() -> None:
     m = run.last.metrics
     assert (m.time_in_queue, m.time_to_first_token, m.end_to_end) == (1.0, 2.0, 7.0)
     assert run.last.num_cached_tokens == 3
+
+
+def test_one_answer_of_several_is_ended_where_it_is_and_the_others_go_on() -> None:
+    processor = OutputProcessor(TOKENIZER)
+    processor.add(text_kit.request(SamplingParams(n=2, temperature=1.0)), mode="delta")
+    stops: list[tuple[str, int, int]] = []
+
+    def stop_at(*told: Any) -> None:
+        stops.append(told)
+
+    for index in (0, 1):
+        processor.process(_begun(index), stop_at)
+    cut, output = processor.end_answer("r", 0)
+    assert cut == 2 and output is not None and not output.finished
+    assert [(a.index, a.finish_reason, a.token_ids) for a in output.outputs] == [(0, "stop", [])]  # nothing is new but the end
+    assert processor.end_answer("r", 0) == (None, None) and processor.end_answer("other", 0) == (None, None)
+    assert processor.process(_begun(0), stop_at) == []  # made beyond the end
+    cut, output = processor.end_answer("r", 1)
+    assert cut == 2 and output is not None and output.finished and len(processor) == 0 and stops == []
+
+
+def _begun(index: int) -> list[SequenceDelta]:
+    """Two tokens of an answer that goes on."""
+    return [replace(text_kit.recorded(text_kit.spelled("ab"), index=index)[0], finish_reason=None)]

@@ -24,9 +24,11 @@ from deepinfer.server.chat.constraints import constrained, reasoning_format
 from deepinfer.server.chat.reasoning import ReasoningParser
 from deepinfer.server.chat.tool_calls import ToolCallParser
 from deepinfer.server.conversation import AnswerParser, Conversation, Rendered, Tool
+from deepinfer.server.errors import BadRequestError
 
 _THOUGHTS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
 _SWITCHES = ("enable_thinking", "thinking")
+_RESERVED = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 _ANY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -151,6 +153,11 @@ class TemplateBackend:
             values |= {name: c.thinking for name in _SWITCHES if name in known}
         if c.effort is not None and "reasoning_effort" in known:
             values["reasoning_effort"] = c.effort
+        for name in _RESERVED:
+            if name in c.template_kwargs:
+                raise BadRequestError(f"chat_template_kwargs must not have {name}; it is a field of its own", param="chat_template_kwargs")
+        if not isinstance(c.template_kwargs.get("documents", []), list | None):
+            raise BadRequestError("chat_template_kwargs.documents must be a list", param="chat_template_kwargs")
         return {**values, **c.template_kwargs}
 
     def _ends_within_reasoning(self, c: Conversation, prompt: PromptDict) -> bool:
