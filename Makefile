@@ -25,8 +25,8 @@ gpu: $(BIN)/.demo ## tests that need a CUDA device
 oracle: $(BIN)/.oracle ## comparisons with other implementations, which it installs
 	$(BIN)/python -m pytest -m oracle
 
-nightly: $(BIN)/.demo ## the long tests
-	$(BIN)/python -m pytest -m nightly
+nightly: $(BIN)/.demo .work/clients/.installed ## the long tests
+	DEEPINFER_TEST_CLIENTS=$(abspath .work/clients/bin/python) $(BIN)/python -m pytest -m nightly
 	cargo test --release --workspace -- --include-ignored
 
 lint: $(BIN)/.built ## rustfmt, clippy, ruff, mypy, stub test
@@ -74,4 +74,10 @@ $(BIN)/.demo: $(BIN)/.built
 $(BIN)/.oracle: $(BIN)/.demo
 	VIRTUAL_ENV=$(abspath $(VENV)) PIP_QUIET=1 $(BIN)/maturin develop --quiet --profile dev --extras test,lint,oracle
 	$(BIN)/python -m pip install --quiet --no-deps 'mlx-vlm>=0.7.10,<0.8'
+	touch $@
+
+# Other people's programs, for tests of the server; guidellm is only in this one, since it brings torch.
+.work/clients/.installed: requirements/clients.txt
+	$(PYTHON) -m venv .work/clients
+	.work/clients/bin/python -m pip install --quiet -r requirements/clients.txt 'guidellm>=0.8,<0.9'
 	touch $@

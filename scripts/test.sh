@@ -32,6 +32,15 @@ wheel=$(echo "$root"/.work/dist/deepinfer-*.whl)
 part "install the wheel"
 packaging/install.sh "$wheel" "$home/venv" test
 
+part "other people's programs"
+# They pin what is not the package's business: an environment of their own. Without it their tests are skipped, and counted.
+[ -x "$home/clients/bin/python" ] || "${PYTHON:-python3}" -m venv "$home/clients"
+if "$home/clients/bin/python" -m pip install --quiet -r requirements/clients.txt; then
+    export DEEPINFER_TEST_CLIENTS=$home/clients/bin/python
+else
+    echo "requirements/clients.txt could not be installed: tests of other people's programs are skipped"
+fi
+
 part "pytest"
 # A user of the wheel has no Rust: leave out of PATH every folder that holds a toolchain.
 path=$home/venv/bin

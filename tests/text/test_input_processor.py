@@ -47,7 +47,7 @@ def test_all_forms_of_a_prompt_give_its_ids() -> None:
         ([1, 99999], TokenOutOfRangeError, "token id 99999 at position 1 is outside the vocabulary of"),
         ([-1], TokenOutOfRangeError, "token id -1"),
         ([1.5], TokenOutOfRangeError, "must be integers"),
-        ([1] * 20, PromptTooLongError, "20 tokens.*length of 20.*truncate_prompt_tokens"),
+        ([1] * 20, PromptTooLongError, "maximum context length is 20 tokens.*prompt has 20.*truncate_prompt_tokens"),
         ({}, InvalidRequestError, "needs 'prompt'"),
         (7, InvalidRequestError, "must be text, a list of token ids or a mapping, got int"),
         ("a\ud800", InvalidRequestError, "not valid Unicode at character 1"),

@@ -232,7 +232,8 @@ class InputProcessor:
             ids = ids[-(keep if keep > 0 else max(longest - (params.max_tokens or 1), 1)) :]
         if len(ids) >= longest:
             raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens, and with at least one new token the model's length of {longest} is exceeded; "
+                # Clients that shorten or move on to a longer model know the case by the first words.
+                f"this model's maximum context length is {longest} tokens, and the prompt has {len(ids)} before the first new one; "
                 "shorten it, set truncate_prompt_tokens, or raise max_model_len"
             )
         if params.min_tokens > longest - len(ids):
