@@ -32,6 +32,10 @@ const NO_QUOTA: u64 = u64::MAX;
 const TIME: &str = "time";
 const NUMBERS: &str = "tenant numbers";
 
+/// What is to be done about a file that is no database any more.
+const DAMAGED: &str = "it is damaged: put a copy back, or move it away; a store without it no longer knows names of tenants, and finds \
+    only what is everybody's, and what was removed may be back";
+
 /// Longest name of a tenant.
 pub const MAX_NAME: usize = 64;
 
@@ -125,7 +129,21 @@ impl Catalogue {
             }
             other => other,
         };
-        Self::of(file.map_err(Error::io(format!("open {shown}/{NAME}")))?)
+        let what = || format!("open {shown}/{NAME}");
+        let file = file.map_err(Error::io(what()))?;
+        // The database takes some damage for a mistake of its own and panics.
+        let opened = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| Self::of(file)));
+        match opened {
+            // Its own errors come as `Other`; what the system says is no damage.
+            Ok(Err(Error::Io { source, .. }))
+                if matches!(
+                    source.kind(),
+                    io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof | io::ErrorKind::Other
+                ) => {}
+            Ok(other) => return other,
+            Err(_) => {}
+        }
+        Err(Error::io(what())(io::Error::new(io::ErrorKind::InvalidData, DAMAGED)))
     }
 
     fn of(file: File) -> Result<Self, Error> {
@@ -391,6 +409,28 @@ mod tests {
     fn with(base: &tempfile::TempDir, what: impl FnOnce(&Catalogue)) {
         let root = Root::open(base.path()).unwrap();
         what(&Catalogue::open(&root).unwrap());
+    }
+
+    #[test]
+    fn a_damaged_file_is_an_error_that_says_what_to_do() {
+        let base = tempfile::tempdir().unwrap();
+        with(&base, |catalogue| assert_eq!(catalogue.tenant("a").unwrap().id, TenantId(1)));
+        let file = base.path().join(NAME);
+        let whole = std::fs::read(&file).unwrap();
+        let mut damaged = vec![b"no database".to_vec(), whole[..whole.len() / 2].to_vec(), whole[..100].to_vec()];
+        damaged.extend([1, 64, 5000].map(|more| [&whole[..], &vec![7; more]].concat()));
+        for bytes in damaged {
+            std::fs::write(&file, &bytes).unwrap();
+            let root = Root::open(base.path()).unwrap();
+            let error = Catalogue::open(&root).err().unwrap().to_string();
+            assert!(
+                error.contains("catalogue.redb") && error.contains("put a copy back"),
+                "{} bytes: {error}",
+                bytes.len()
+            );
+        }
+        std::fs::write(&file, &whole).unwrap();
+        with(&base, |catalogue| assert_eq!(catalogue.known_tenant("a").unwrap().unwrap().id, TenantId(1)));
     }
 
     #[test]

@@ -425,11 +425,20 @@ impl Cluster {
         jobs.retain(|(owner, group, _)| !group.is_empty() && inner.directory.is_up(*owner, now));
         let answers = inner.side_by_side(jobs, LONG, |(owner, group, places)| {
             let done = inner.ask(owner, |client| client.put(&group)).ok()?;
-            Some((places, done))
+            Some((owner, places, done))
         });
-        for (places, done) in answers.into_iter().flatten() {
+        for (owner, places, done) in answers.into_iter().flatten() {
             for (place, outcome) in places.into_iter().zip(done) {
                 outcomes[place] = outcome;
+                let why = match outcome {
+                    Outcome::Full => "has no room",
+                    Outcome::Invalid => "does not take such an object",
+                    Outcome::Failed => "cannot write",
+                    Outcome::Stored | Outcome::Exists | Outcome::Conflict | Outcome::NoParent => continue,
+                };
+                let point = &inner.points[owner];
+                let text = format!("the KV store at {} {why}", point.client.address());
+                *point.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
             }
         }
     }

@@ -81,12 +81,13 @@ impl Root {
     fn format(dir: &OwnedFd, path: &Path) -> Result<u64, Error> {
         let shown = path.join("FORMAT");
         let wrap = |what: &str| Error::io(format!("{what} {}", shown.display()));
-        let mut text = String::new();
+        let mut bytes = Vec::new();
         match open_file(dir, "FORMAT", OFlags::RDONLY) {
-            Ok(file) => file.take(4096).read_to_string(&mut text).map_err(wrap("read"))?,
+            Ok(file) => file.take(4096).read_to_end(&mut bytes).map_err(wrap("read"))?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Self::begin(dir, path),
             Err(error) => return Err(wrap("open")(error)),
         };
+        let text = String::from_utf8_lossy(&bytes);
         let mut lines = text.lines();
         let version = lines.next().and_then(|line| line.strip_prefix(HEAD)).and_then(|rest| rest.parse::<u32>().ok());
         let id = lines.next().and_then(|line| line.strip_prefix("media ")).filter(|digits| digits.len() == 16);
@@ -171,9 +172,9 @@ mod tests {
         let format = base.path().join("FORMAT");
         std::fs::write(&format, "deepinfer kvstore 2\nsomething else\n").unwrap();
         assert!(matches!(Root::open(base.path()), Err(Error::Newer { found: 2, known: 1, .. })));
-        for text in ["", "deepinfer kvstore 1\n", "deepinfer kvstore 1\nmedia 12\n", "hello"] {
-            std::fs::write(&format, text).unwrap();
-            assert!(matches!(Root::open(base.path()), Err(Error::Invalid(_))), "{text}");
+        for bytes in [&b""[..], b"deepinfer kvstore 1\n", b"deepinfer kvstore 1\nmedia 12\n", b"hello", b"\xff\xfe"] {
+            std::fs::write(&format, bytes).unwrap();
+            assert!(matches!(Root::open(base.path()), Err(Error::Invalid(_))), "{bytes:?}");
         }
         std::fs::remove_file(&format).unwrap();
         std::fs::create_dir(base.path().join("segments")).unwrap();

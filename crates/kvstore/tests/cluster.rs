@@ -161,6 +161,12 @@ fn tenants_and_tokens_hold_everywhere() {
         errors.iter().all(|(_, why)| why.as_ref().is_some_and(|why| why.contains("does not accept the token"))),
         "{errors:?}"
     );
+    assert!(stranger.trouble().unwrap().contains("does not accept the token"));
+    assert_eq!(one.trouble(), None);
+    let long = vec![0; (2 << 20) + 1];
+    let save = Save { kind: Kind::Slice, at: 0, pieces: &[&long], checksum: None };
+    assert!(!one.put(&keys, &[save], Class::Chat)[0].is_there());
+    assert!(one.trouble().is_some());
     assert!(stranger.ping().iter().all(|(_, answer)| matches!(answer, Err(Error::Invalid(_)))));
     assert!(servers.iter().all(|server| server.traffic().refused.load(Ordering::Relaxed) > 0));
 }

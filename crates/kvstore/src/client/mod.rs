@@ -236,7 +236,10 @@ impl Client {
                     pool.idle.clear();
                     pool.silent_until = Some(Instant::now() + self.config.rest);
                     drop(pool);
-                    return Err(self.silent(&error.to_string()));
+                    return Err(match error {
+                        Error::Unavailable(why) => self.silent(&why),
+                        other => self.silent(&other.to_string()),
+                    });
                 }
             }
         }
