@@ -115,7 +115,7 @@ class FrontMetrics:
         self._answer_length = histogram("request_generation_tokens", "tokens of a prompt's answers", TOKENS)
         self._n = histogram("request_params_n", "answers asked for", ANSWERS)
         self._grammars = GrammarMetrics(registry, model)
-        self._calls_now = gauge("http_requests_in_flight", "HTTP requests that are being answered")
+        self._calls_now = gauge("http_requests_in_flight", "HTTP requests that are being answered, scrapes left out")
         self._answers_now = gauge("requests_in_flight", "answers that were taken in and have not ended")
         self._tokens_now = gauge("tokens_in_flight", "prompt and longest answer tokens of these")
         self._prompt_tokens, self._cached_tokens, self._generation_tokens, self._reruns = (
@@ -185,6 +185,6 @@ class FrontMetrics:
     def sync(self, state: ServerState) -> None:
         """Sets what is of this moment, and takes over what is counted elsewhere in this process."""
         self._grammars.sync(state.llm.structured_stats())
-        self._calls_now.set(len(state.calls))
+        self._calls_now.set(sum(call.record.route != "/metrics" for call in state.calls))
         self._answers_now.set(state.admission.answers)
         self._tokens_now.set(state.admission.tokens)
