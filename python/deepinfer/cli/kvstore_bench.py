@@ -30,6 +30,7 @@ BARS = (
     ("shared memory", False, 5.0, True),
     ("CHECK of 1000 blocks, in process", False, 3.0, False),
     ("CHECK of 1000 blocks, over", False, 100.0, False),
+    ("p99 of CHECK", True, 10.0, False),
     ("index and policy", False, 90.0, False),
     ("10+2", False, 10.0, True),
     ("p99 of a striped read", True, 1.3, False),

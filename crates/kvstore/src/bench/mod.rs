@@ -9,6 +9,7 @@ mod disk;
 mod lookup;
 mod shared;
 mod stripes;
+mod upkeep;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -24,7 +25,7 @@ pub const ROUNDS: usize = 5;
 pub const SIZES: [usize; 2] = [1_415_040, 113_920];
 
 /// What can be measured, in the order in which it is.
-pub const PARTS: &[&str] = &["put", "get", "shared_memory", "check", "index", "erasure", "slow_domain"];
+pub const PARTS: &[&str] = &["put", "get", "shared_memory", "check", "upkeep", "index", "erasure", "slow_domain"];
 
 /// One figure.
 #[derive(Clone, Debug, PartialEq)]
@@ -69,6 +70,7 @@ pub fn run(part: &str, plan: &Plan<'_>) -> Result<Vec<Figure>, Error> {
         "get" => disk::get(&folder.0, plan.round_bytes),
         "shared_memory" => shared::get(&folder.0, plan.round_bytes),
         "check" => lookup::check(&folder.0),
+        "upkeep" => upkeep::check(&folder.0),
         "index" => lookup::index(plan.entries),
         "erasure" => stripes::code(),
         "slow_domain" => stripes::slow_domain(&folder.0),

@@ -103,10 +103,18 @@ impl Retention {
     /// Marks the first blocks of a chain as used now, with the slice of the last: what a check that found them does.
     pub fn touch_chain(&mut self, keys: &[Key], now: u32) {
         let last = keys.last().and_then(|&key| self.index.find(ObjectId { kind: Kind::Slice, key }));
-        let blocks = keys.iter().rev().filter_map(|&key| self.index.find(ObjectId { kind: Kind::Block, key }));
-        let slots: Vec<Slot> = last.into_iter().chain(blocks).collect();
-        for slot in slots {
+        if let Some(slot) = last {
             self.touch(slot, now);
+        }
+        self.touch_blocks(keys, now);
+    }
+
+    /// Marks blocks of a chain as used now, the last one first.
+    pub fn touch_blocks(&mut self, keys: &[Key], now: u32) {
+        for &key in keys.iter().rev() {
+            if let Some(slot) = self.index.find(ObjectId { kind: Kind::Block, key }) {
+                self.touch(slot, now);
+            }
         }
     }
 

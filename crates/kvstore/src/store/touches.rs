@@ -12,8 +12,8 @@ const MOST: usize = 64 << 10;
 /// From so many on upkeep is woken to do it instead.
 const MANY: usize = MOST / 4;
 
-/// Keys that the policy hears of at once: a fraction of a millisecond in which nobody else comes to the index.
-const PIECE: usize = 1024;
+/// Keys that the policy hears of at once: some tens of microseconds in which nobody else comes to the index.
+const PIECE: usize = 128;
 
 /// Chains asked for last: one that is asked for again within the second was noted already.
 const RECENT: usize = 8;
@@ -23,6 +23,15 @@ struct Chain {
     last: Key,
     length: usize,
     when: u32,
+    /// The policy heard of its end already.
+    begun: bool,
+}
+
+/// Keys of one chain in a piece.
+struct Part {
+    count: usize,
+    when: u32,
+    is_end: bool,
 }
 
 /// In the order in which they were found.
@@ -36,7 +45,7 @@ pub(super) struct Touches {
 impl Touches {
     fn add(&mut self, keys: &[Key], when: u32) {
         let Some(&last) = keys.last() else { return };
-        let chain = Chain { last, length: keys.len(), when };
+        let chain = Chain { last, length: keys.len(), when, begun: false };
         if self.recent.contains(&chain) {
             return;
         }
@@ -48,15 +57,22 @@ impl Touches {
         self.chains.push_back(chain);
     }
 
-    /// Whole chains from the oldest on, about a piece.
-    fn take(&mut self, into: &mut Vec<Key>) -> Vec<(usize, u32)> {
+    /// Chains from the oldest on, a piece at most; a long one from its end on, the slice of its last block with the first part of it.
+    fn take(&mut self, into: &mut Vec<Key>) -> Vec<Part> {
         let mut taken = Vec::new();
         while into.len() < PIECE
-            && let Some(chain) = self.chains.pop_front()
+            && let Some(mut chain) = self.chains.pop_front()
         {
-            into.extend(self.keys.drain(..chain.length));
-            taken.push((chain.length, chain.when));
-            self.recent.retain(|&recent| recent != chain);
+            let count = (PIECE - into.len()).min(chain.length);
+            let left = chain.length - count;
+            into.extend(self.keys.drain(left..chain.length));
+            taken.push(Part { count, when: chain.when, is_end: !chain.begun });
+            if left > 0 {
+                (chain.length, chain.begun) = (left, true);
+                self.chains.push_front(chain);
+            } else {
+                self.recent.retain(|recent| (recent.last, recent.when) != (chain.last, chain.when));
+            }
         }
         taken
     }
@@ -88,21 +104,25 @@ impl Store {
         let mut kept = self.kept_mut();
         // Taken with the index in hand, so that they are told in their order.
         let mut keys = Vec::new();
-        let chains = self.touches().take(&mut keys);
+        let parts = self.touches().take(&mut keys);
         let mut rest = &keys[..];
         let Kept { retention, .. } = &mut *kept;
-        for &(length, when) in &chains {
-            let (chain, behind) = rest.split_at(length);
-            retention.touch_chain(chain, when);
+        for part in &parts {
+            let (chain, behind) = rest.split_at(part.count);
+            if part.is_end {
+                retention.touch_chain(chain, part.when);
+            } else {
+                retention.touch_blocks(chain, part.when);
+            }
             rest = behind;
         }
-        !chains.is_empty()
+        !parts.is_empty()
     }
 
     /// Tells the policy of all of them, a piece at a time: before it is asked for a victim.
     pub(super) fn apply_touches(&self) {
         // Others may go on finding; what they find meanwhile is theirs to tell.
-        for _ in 0..=MOST / PIECE {
+        for _ in 0..=2 * MOST / PIECE {
             if !self.apply_piece() {
                 return;
             }

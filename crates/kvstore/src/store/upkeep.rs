@@ -9,8 +9,9 @@ use super::stats::add;
 use super::{Kept, Store};
 use crate::error::Error;
 
-/// Entries looked at for expiry each time.
+/// Entries looked at for expiry each time, and at once: so long nobody else comes to the index.
 const ROWS: usize = 4096;
+const ROWS_AT_ONCE: usize = 256;
 
 /// What one round of upkeep did.
 #[derive(Debug, Default)]
@@ -41,12 +42,13 @@ impl Store {
     pub fn tend(&self) -> Tended {
         let orphans = self.drop_orphans();
         let now = self.now();
-        let expired = {
-            self.apply_touches();
+        self.apply_touches();
+        let mut expired = 0;
+        for _ in 0..ROWS / ROWS_AT_ONCE {
             let mut kept = self.kept_mut();
             let Kept { retention, live } = &mut *kept;
-            retention.expire(ROWS, now, &mut |removed| live.drop_removed(removed)) as u64
-        };
+            expired += retention.expire(ROWS_AT_ONCE, now, &mut |removed| live.drop_removed(removed)) as u64;
+        }
         add(&self.counters.expired, expired);
         let collected = self.collect(false);
         let noted = self.note_segments().and_then(|()| self.keep_time());
