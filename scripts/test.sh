@@ -34,8 +34,9 @@ packaging/install.sh "$wheel" "$home/venv" test
 
 part "other people's programs"
 # They pin what is not the package's business: an environment of their own. Without it their tests are skipped, and counted.
+# --no-compile: of what they bring, most is never imported.
 [ -x "$home/clients/bin/python" ] || "${PYTHON:-python3}" -m venv "$home/clients"
-if "$home/clients/bin/python" -m pip install --quiet -r requirements/clients.txt; then
+if "$home/clients/bin/python" -m pip install --quiet --no-compile -r requirements/clients.txt; then
     export DEEPINFER_TEST_CLIENTS=$home/clients/bin/python
 else
     echo "requirements/clients.txt could not be installed: tests of other people's programs are skipped"
