@@ -97,7 +97,7 @@ class RequestOutput:
         prompt_logprobs: one entry per prompt position, ``None`` for the first; ``None`` unless asked for.
         outputs: the answers, by index. In delta mode only those with news, holding only what is new.
         finished: whether every answer is complete.
-        num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        num_cached_tokens: prompt tokens whose keys and values came from the prefix cache; of several answers, for the first one.
         num_reruns: how often an answer was made again from its prompt, because a process of a prefill-decode pair had ended; the
             tokens are the same.
         metrics: when things happened.

@@ -59,6 +59,21 @@ def test_a_stream_says_what_the_whole_answer_says(server: Served) -> None:
     assert all(e["usage"] is None for e in events[:-2])
 
 
+def test_the_second_answer_to_a_cold_prompt_is_no_hit(server: Served) -> None:
+    def cached(stream: bool) -> int:
+        body = {**GREEDY, "prompt": f"{stream}: a stream of a cold prompt? " * 8, "n": 2, "temperature": 1.0}
+        if stream:
+            asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+            usage = server.events("/v1/completions", asked)[-2]["usage"]
+        else:
+            usage = server.post("/v1/completions", body).json()["usage"]
+        hits: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return hits
+
+    for stream in (False, True):
+        assert cached(stream) == 0 and cached(stream) > 16
+
+
 def test_without_asking_there_is_no_usage_chunk(server: Served) -> None:
     events = server.events("/v1/completions", {**GREEDY, "prompt": "x", "stream": True})
     assert all(e["choices"] and "usage" not in e for e in events[:-1])

@@ -217,6 +217,15 @@ def test_metrics_come_from_the_engines_timing() -> None:
     assert run.last.num_cached_tokens == 3
 
 
+def test_what_further_answers_find_of_their_own_prompt_is_no_hit() -> None:
+    processor = OutputProcessor(TOKENIZER)
+    processor.add(text_kit.request(SamplingParams(n=2, temperature=1.0)), mode="delta")
+    (early,) = processor.process([SequenceDelta("r", 1, [6], cached_tokens=48)], lambda *_: None)
+    (first,) = processor.process([SequenceDelta("r", 0, [5], cached_tokens=16)], lambda *_: None)
+    (again,) = processor.process([SequenceDelta("r", i, [7], "length", cached_tokens=48) for i in (0, 1)], lambda *_: None)
+    assert [o.num_cached_tokens for o in (early, first, again)] == [0, 16, 16]
+
+
 def test_one_answer_of_several_is_ended_where_it_is_and_the_others_go_on() -> None:
     processor = OutputProcessor(TOKENIZER)
     processor.add(text_kit.request(SamplingParams(n=2, temperature=1.0)), mode="delta")

@@ -127,7 +127,7 @@ class _Request:
         self.mode: OutputMode = mode
         self.answers = [_Answer(request, i, tokenizer, stops) for i in range(request.params.n)]
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
-        self.cached_tokens = 0
+        self.cached_tokens: int | None = None
         self.reruns = 0
         self.metrics = RequestMetrics(arrival_time=request.arrival)
 
@@ -147,7 +147,7 @@ class _Request:
             outputs=[self.answers[i].output(self.mode) for i in chosen],
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=self.cached_tokens,
+            num_cached_tokens=self.cached_tokens or 0,
             num_reruns=self.reruns,
             metrics=self.metrics,
         )
@@ -230,7 +230,8 @@ class OutputProcessor:
         return known.output(indices)
 
     def _note(self, known: _Request, delta: SequenceDelta) -> None:
-        known.cached_tokens = max(known.cached_tokens, delta.cached_tokens)
+        if delta.index == 0 and known.cached_tokens is None:
+            known.cached_tokens = delta.cached_tokens  # the other answers, and further runs, find what this one computed
         if delta.prompt_logprobs is not None:
             tokenizer = self._tokenizer if known.request.params.detokenize else None
             known.prompt_logprobs = [None if at is None else position_logprobs(at, tokenizer) for at in delta.prompt_logprobs]
