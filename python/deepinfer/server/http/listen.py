@@ -113,8 +113,9 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
         _waiting: asyncio.TimerHandle | None = None
         _stuck: asyncio.TimerHandle | None = None
         _answering: RequestResponseCycle | None = None
-        _header_bytes = 0
-        _in_headers = True
+        _unused: asyncio.TimerHandle | None = None
+        _header_bytes = _loose_bytes = 0
+        _in_headers, _in_body = True, False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -125,6 +126,7 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._headers_are_there()
+            self._body_is_there()
             self._reads_again()
             super().connection_lost(exc)
             if self._answering is not None and self._answering is not self.cycle:
@@ -148,26 +150,44 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
             self._answering = cycle
-            super()._start_asgi_task(cycle, app)
+            super()._start_asgi_task(cycle, _plainly(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
-            if self._in_headers:
-                self._header_bytes += len(data)
+            self._loose_bytes += len(data)  # that were not given out: of a header without end, or beside a body in pieces
             super().data_received(data)
-            if self._in_headers and self._header_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
-                message = f"the headers have more than {MOST_HEADER_BYTES} bytes"
-                self._turn_away(ApiError(431, message, code="headers_too_large"))
+            if self.transport.is_closing():
+                return
+            if self._loose_bytes > MOST_HEADER_BYTES:
+                self._too_many_headers()
+            elif not (self._in_body or self._running() or self._waiting or self.timeout_keep_alive_task):
+                self._wait_for_headers()  # line breaks before a request end the wait for it, and begin none
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self._in_headers = True
+            self._in_headers, self._header_bytes, self._loose_bytes = True, 0, 0
             if self._waiting is None:
                 self._wait_for_headers()
 
+        def on_url(self, url: bytes) -> None:
+            self._count_header(len(url))
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count_header(len(name) + len(value) + 4)
+            if self._in_headers:  # else it comes behind a body in pieces, and says nothing that anybody reads
+                super().on_header(name, value)
+
+        def _count_header(self, length: int) -> None:
+            self._loose_bytes = 0
+            self._header_bytes += length
+            if self._header_bytes > MOST_HEADER_BYTES:
+                self._too_many_headers()
+                raise ValueError("the headers are too large")  # ends the parser's work
+
         def on_headers_complete(self) -> None:
-            self._in_headers, self._header_bytes = False, 0
+            self._in_headers, self._in_body, self._header_bytes = False, True, 0
             self._headers_are_there()
             super().on_headers_complete()
             if len(self.pipeline) > _MOST_PIPELINED:
@@ -175,8 +195,31 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
             elif self.pipeline:
                 self.flow.resume_reading()  # else nobody would notice that the client leaves
 
+        def on_body(self, body: bytes) -> None:
+            self._loose_bytes = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._in_body, self._loose_bytes = False, 0
+            self._body_is_there()
+            super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._in_body and self._unused is None and not (self._running() or self.transport.is_closing()):
+                self._unused = self.loop.call_later(settings.body_timeout, self.transport.abort)
+
+        def _body_is_there(self) -> None:
+            if self._unused is not None:
+                self._unused.cancel()
+                self._unused = None
+
+        def _running(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
         def send_400_response(self, msg: str) -> None:
-            self._turn_away(ApiError(400, "this is no HTTP request that can be read", code="invalid_http"))
+            if not self.transport.is_closing():
+                self._turn_away(ApiError(400, "this is no HTTP request that can be read", code="invalid_http"))
 
         def _wait_for_headers(self) -> None:
             self._waiting = self.loop.call_later(settings.header_timeout, self._too_late)
@@ -192,12 +235,38 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
                 message = f"the headers did not arrive within {settings.header_timeout:g} s"
                 self._turn_away(ApiError(408, message, code="header_timeout"))
 
+        def _too_many_headers(self) -> None:
+            message = f"the headers have more than {MOST_HEADER_BYTES} bytes"
+            self._turn_away(ApiError(431, message, code="headers_too_large"))
+
         def _turn_away(self, error: ApiError) -> None:
             self._headers_are_there()
-            self.transport.write(raw_answer(error))
+            if self._answering is None or self._answering.response_complete:  # else it would be taken for a part of that answer
+                self.transport.write(raw_answer(error))
             self.transport.close()
 
     return LimitedProtocol
+
+
+def _plainly(cycle: RequestResponseCycle, app: Any) -> Any:
+    """An application whose answers end with the connection, where it does not say their length: HTTP/1.0 knows no pieces."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        said = False
+
+        async def send_plainly(message: Any) -> None:
+            nonlocal said
+            if message["type"] == "http.response.start":
+                said = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                if not said:
+                    cycle.chunked_encoding = False
+            elif not said:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plainly)
+
+    return answer
 
 
 def many_descriptors(wanted: int) -> None:
