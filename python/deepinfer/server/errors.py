@@ -28,6 +28,10 @@ _TYPES = {
 }
 
 
+_LONGEST = 1000
+"""Characters of a message."""
+
+
 class ApiError(Exception):
     """The end of one request with a status other than 200.
 
@@ -50,6 +54,8 @@ class ApiError(Exception):
         retry_after: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _LONGEST:  # it repeats what a client sent
+            message = f"{message[: _LONGEST // 2]} … {message[-_LONGEST // 2 :]}"
         super().__init__(message)
         self.status, self.message, self.code, self.param, self.retry_after = status, message, code, param, retry_after
         self.headers = dict(headers or {})

@@ -24,6 +24,7 @@ from deepinfer.server.chat.constraints import constrained, reasoning_format
 from deepinfer.server.chat.reasoning import ReasoningParser
 from deepinfer.server.chat.tool_calls import ToolCallParser
 from deepinfer.server.conversation import AnswerParser, Conversation, Rendered, Tool
+from deepinfer.server.embedded import read_object
 from deepinfer.server.errors import BadRequestError
 
 _THOUGHTS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
@@ -189,12 +190,8 @@ def _with_read_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call whose arguments are an object, as templates expect them; what is no JSON object stays text."""
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            read = json.loads(arguments or "{}")
-        except ValueError:
-            read = arguments
-        function["arguments"] = read if isinstance(read, dict) else arguments
+    if isinstance(arguments, str) and (read := read_object(arguments)) is not None:
+        function["arguments"] = read
     return {**call, "function": function}
 
 

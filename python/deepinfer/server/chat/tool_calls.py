@@ -160,7 +160,7 @@ def _unquoted(raw: str) -> str:
         body = raw[:cut] if cut == len(raw) and raw.endswith('"') and len(raw) > 1 else raw[:cut] + '"'
         try:
             made = json.loads(body, strict=False)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(made, str):
             return made.encode("utf-8", "replace").decode()

@@ -5,11 +5,11 @@ Owns: this protocol's answers. Never touches: bodies, how pieces came to be.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from deepinfer.server.conversation import Content, Piece
 from deepinfer.server.dialogue import Block, Blocks, Counts, News
+from deepinfer.server.embedded import read_object
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "refusal"}
 
@@ -122,12 +122,9 @@ class MessagesAnswer:
 def _block(block: Block) -> dict[str, Any]:
     match block.kind:
         case "call":
-            try:
-                read = json.loads(block.text or "{}")
-            except ValueError:
-                read = None
-            made: dict[str, Any] = {"type": "tool_use", "id": block.id, "name": block.name, "input": read if isinstance(read, dict) else {}}
-            if not isinstance(read, dict):
+            read = read_object(block.text)
+            made: dict[str, Any] = {"type": "tool_use", "id": block.id, "name": block.name, "input": read or {}}
+            if read is None:
                 made["partial_input"] = block.text  # cut by max_tokens: what came of it
             return made
         case "reasoning":
