@@ -151,7 +151,7 @@ async def supervise(engine: dict[str, Any], settings: ServerSettings, bound: Bou
             for front in fronts:
                 front.signal(signal.SIGTERM)
             await asyncio.wait(keepers, timeout=15)
-        return 0
+        return 0 if line.alive else 1
     finally:
         for keeper in keepers:
             keeper.cancel()

@@ -103,7 +103,7 @@ async def _serve(engine: dict[str, Any], settings: ServerSettings, bound: Bound,
         await serve_ready(
             llm, settings, bound.socket, signals, note, lambda state: note(listening(bound, state.model_names, llm.max_model_len))
         )
-        return 0
+        return 0 if llm.is_running else 1  # who watches the server is told that it did not end well
     finally:
         await llm.aclose()
 
