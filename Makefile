@@ -53,7 +53,8 @@ wheel: ## the release wheel (manylinux_2_28), checked, in dist/
 clean: ## build outputs and environments
 	rm -rf target dist .work $(VENV)
 
-# .venv: the package in place (edits to Python need no rebuild), the core in the quick profile, test and lint tools.
+# .venv: the package in place (edits to Python need no rebuild), the core in the quick profile, test and lint tools. Extras name others,
+# which pip finds in the package that is there by then and `maturin develop --extras` would look for in an index.
 $(BIN)/.venv:
 	$(PYTHON) scripts/check_python.py
 	@echo "setting up $(VENV): torch and the other packages, then the core; a few minutes, about 6 GB"
@@ -62,7 +63,8 @@ $(BIN)/.venv:
 	touch $@
 
 $(BIN)/.built: $(BIN)/.venv $(CORE)
-	VIRTUAL_ENV=$(abspath $(VENV)) PIP_QUIET=1 $(BIN)/maturin develop --quiet --profile dev --extras test,lint
+	VIRTUAL_ENV=$(abspath $(VENV)) PIP_QUIET=1 $(BIN)/maturin develop --quiet --profile dev
+	$(BIN)/python -m pip install --quiet 'deepinfer[test,lint]'
 	touch $@
 
 # --no-deps: see the extra `demo` in pyproject.toml.
@@ -72,7 +74,7 @@ $(BIN)/.demo: $(BIN)/.built
 
 # --no-deps: see the extra `oracle` in pyproject.toml.
 $(BIN)/.oracle: $(BIN)/.demo
-	VIRTUAL_ENV=$(abspath $(VENV)) PIP_QUIET=1 $(BIN)/maturin develop --quiet --profile dev --extras test,lint,oracle
+	$(BIN)/python -m pip install --quiet 'deepinfer[oracle]'
 	$(BIN)/python -m pip install --quiet --no-deps 'mlx-vlm>=0.7.10,<0.8'
 	touch $@
 
