@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 
 from deepinfer.server.conversation import ToolCallArguments, ToolCallStart
@@ -46,3 +47,10 @@ def test_an_error_repeats_no_more_of_what_was_sent_than_a_line_of_it(server: Ser
     answer = server.post("/v1/completions", {"prompt": "x", "temperature": "y" * 70_000})
     assert answer.status_code == 400 and len(answer.json()["error"]["message"]) < 1010
     assert BadRequestError("y" * 999).message == "y" * 999
+
+
+def test_what_an_answer_repeats_can_be_written(server: Served) -> None:
+    for number, status in (("1e308", 200), ("1e309", 400)):
+        body = '{"input": "x", "max_output_tokens": 1, "metadata": {"a": NUMBER}}'.replace("NUMBER", number)
+        answer = httpx.post(f"{server.url}/v1/responses", content=body, timeout=60)
+        assert answer.status_code == status, answer.text

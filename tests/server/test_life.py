@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from deepinfer.server.conversation import Conversation, Tool
+from deepinfer.server.dialogue import _LONG, _size
 from deepinfer.server.records import CLIENT_LEFT, CallRecord
 from deepinfer.server.settings import ServerSettings
 from server_kit import App, in_loop, scripted
@@ -290,3 +292,15 @@ async def test_a_stop_string_is_never_seen_and_nothing_else_is_held_back(size: i
         assert len(app.front.stopped) == 2  # the engine was told
         counted = whole.json()["usage"]["completion_tokens"]
         assert app.front.stopped[0][2] == counted < len(ids)
+
+
+@pytest.mark.parametrize("where", ["content", "arguments", "description", "parameters", "variable"])
+def test_what_is_long_to_render_leaves_the_loop_wherever_it_stands(where: str) -> None:
+    def size(text: str) -> int:
+        at = dict.fromkeys(("content", "arguments", "description", "variable"), "") | {where: text}
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": at["arguments"]}}
+        messages = [{"role": "user", "content": at["content"]}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        tool = Tool("f", at["description"], {"properties": {text if where == "parameters" else "": {}}})
+        return _size(Conversation(messages, (tool,), template_kwargs={"v": at["variable"]}))
+
+    assert size("x") < _LONG < size("x" * _LONG)

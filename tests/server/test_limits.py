@@ -42,6 +42,7 @@ def settings(**values: Any) -> ServerSettings:
         (b'{"a": NaN}', "NaN"),
         (b'{"a": -Infinity}', "Infinity"),
         (b'{"a": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b'{"a": [-1e400]}', "-1e400 is too large"),
         (b'{"a": "\xff"}', "UTF-8"),
         (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "deeper"),
         (b'{"a": ' + b'{"b":' * 100_000, "deeper"),

@@ -65,7 +65,7 @@ class News:
 
 
 def _size(conversation: Conversation) -> int:
-    return sum(len(str(m.get("content"))) for m in conversation.messages) + sum(len(str(t.parameters)) for t in conversation.tools)
+    return sum(len(str(part)) for part in (*conversation.messages, *conversation.tools, conversation.template_kwargs))
 
 
 async def render(call: Call, conversation: Conversation, params: SamplingParams) -> Rendered:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, NoReturn
@@ -77,6 +78,12 @@ def _constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
+def _number(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number
+
+
 def parse_json(body: bytes, *, most_depth: int) -> dict[str, Any]:
     """A body as a JSON object.
 
@@ -86,12 +93,12 @@ def parse_json(body: bytes, *, most_depth: int) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > most_depth:
         _check_depth(body, most_depth)
     try:
-        read = json.loads(body.decode(), parse_constant=_constant)
+        read = json.loads(body.decode(), parse_constant=_constant, parse_float=_number)
     except UnicodeDecodeError:
         raise BadRequestError("the body is not UTF-8", code="invalid_json") from None
     except json.JSONDecodeError as e:
         raise BadRequestError(f"the body is no JSON: {e.msg} at character {e.pos}", code="invalid_json") from None
-    except (ValueError, RecursionError) as e:  # a number of thousands of digits, NaN
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits, one beyond floats, NaN
         raise BadRequestError(f"the body is no JSON: {e}", code="invalid_json") from None
     if not isinstance(read, dict):
         raise BadRequestError(f"the body must be a JSON object, got {type(read).__name__}", code="invalid_json")
