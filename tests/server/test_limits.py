@@ -335,10 +335,17 @@ async def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
         ("tenants: [{name: a, keys: [k]}, {name: b, keys: [k]}]", "twice"),
         ("tenants: [{name: a, keys: [k], cache_salt: 3}]", "cache_salt"),
         ("tenants: [{name: a, keys: [3]}]", "must be text"),
+        ("- name: a\nkeys: [k]", "without spaces"),
+        ("---\ntenants: [1]", "mapping"),
+        ("tenants: [2024-13-41]", "no YAML"),
+        ("tenants: " + "[" * 5000, "no YAML"),
+        ("tenants:\n  - keys: [sk-secret, 'sk-other]", "no YAML at line 2, column 33: found unexpected end of stream"),
+        ("tenants: [*sk-secret]", "no YAML at line 1, column 11$"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=says) as caught:
         read_keys(str(path))
+    assert "sk-" not in str(caught.value) and "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from deepinfer.errors import ConfigError
 from deepinfer.sampling import TrafficClass
-from deepinfer.server.settings import ServerSettings
+from deepinfer.server.settings import ServerSettings, read_yaml
 from deepinfer.server.tenants import PUBLIC, Tenant
 
 log = logging.getLogger("deepinfer.server")
@@ -126,14 +126,14 @@ def read_keys(path: str) -> list[tuple[Tenant, list[bytes]]]:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     if not lines:
         raise ConfigError(f"{where} has no keys; write one a line, or tenants")
-    if lines[0].startswith("tenants:"):
+    if any(line.startswith("tenants:") for line in lines):  # behind "---", say, of which no line is to become a key
         return _read_tenants(text, where)
     return [(Tenant(PUBLIC), [_digest(line, where) for line in lines])]
 
 
 def _digest(key: Any, where: str) -> bytes:
-    if not isinstance(key, str) or not key or key != key.strip():
-        raise ConfigError(f"{where}: a key must be text without spaces around it")
+    if not isinstance(key, str) or not key or any(c.isspace() for c in key):
+        raise ConfigError(f"{where}: a key must be text without spaces")
     hashed = _HASH.fullmatch(key)
     if hashed is None and key.startswith("sha256:"):
         raise ConfigError(f"{where}: sha256: must be followed by 64 hexadecimal digits")
@@ -141,12 +141,7 @@ def _digest(key: Any, where: str) -> bytes:
 
 
 def _read_tenants(text: str, where: str) -> list[tuple[Tenant, list[bytes]]]:
-    import yaml
-
-    try:
-        read = yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise ConfigError(f"{where} is no YAML: {e}") from None
+    read = read_yaml(text, where)
     entries = read.get("tenants") if isinstance(read, dict) and set(read) == {"tenants"} else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{where} must hold 'tenants:' and a list of them, nothing else")

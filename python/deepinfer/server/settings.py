@@ -149,14 +149,12 @@ def read_config(path: str, known: Iterable[str]) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, is no mapping, or has a key that is no option.
     """
-    import yaml
-
     try:
-        read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        read = read_yaml(Path(path).read_text(encoding="utf-8"), f"--config {path}")
     except OSError as e:
         raise ConfigError(f"--config {path} cannot be read: {e.strerror or e}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--config {path} is no YAML: {e}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path} is no YAML: it is not UTF-8") from None
     if read is None:
         return {}
     if not isinstance(read, dict):
@@ -172,3 +170,21 @@ def read_config(path: str, known: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"--config {path}: {name} stands there twice")
         values[name] = value
     return values
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """What a YAML text holds.
+
+    Raises:
+        ConfigError: it is none. Says the place and repeats nothing of the text, which may have keys in it.
+    """
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as e:
+        mark, why = e.problem_mark or e.context_mark, e.problem or ""
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise ConfigError(f"{where} is no YAML{place}" + (f": {why}" if why and not {"'", '"'} & set(why) else "")) from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: what looks like a date and is none
+        raise ConfigError(f"{where} is no YAML that can be read") from None
