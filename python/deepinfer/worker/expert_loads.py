@@ -21,12 +21,7 @@ class ExpertLoads:
         self._before = torch.zeros((len(loads), loads[0].shape[0]), dtype=torch.int64)
         self._seen = self._before
         self._balance = torch.ones(len(loads), dtype=torch.float64)
-        self._stream: torch.cuda.Stream | None = None
-        if loads[0].device.type == "cuda":
-            self._stream = torch.cuda.Stream(loads[0].device)
-            self._copy = torch.zeros(self._before.shape, dtype=torch.int64, pin_memory=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(self._stream)
+        self._beside: _Copy | None = None  # made by the first reading: a start has nothing to read
 
     def counts(self) -> dict[str, float]:
         """``choices``: rows times experts that each chose, since loading. ``balance_ratio``: among the choices since the reading before
@@ -46,11 +41,29 @@ class ExpertLoads:
 
     @torch.inference_mode()
     def _read(self) -> None:
-        if self._stream is None:
+        if self._loads[0].device.type != "cuda":
             self._seen = torch.stack(self._loads)
-        elif self._copied.query():
-            self._seen = self._copy.clone()
-            with torch.cuda.stream(self._stream):
-                for row, load in zip(self._copy, self._loads, strict=True):
-                    row.copy_(load, non_blocking=True)
-                self._copied.record(self._stream)
+            return
+        if self._beside is None:
+            self._beside = _Copy(self._before.shape, self._loads[0].device)
+        self._seen = self._beside.next(self._loads, self._seen)
+
+
+class _Copy:
+    """Counts on their way to the host, on a stream of their own."""
+
+    def __init__(self, shape: torch.Size, device: torch.device) -> None:
+        self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()
+        self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
+        self._copied.record(self._stream)
+
+    def next(self, loads: Sequence[torch.Tensor], seen: torch.Tensor) -> torch.Tensor:
+        """What the copy begun last has brought, and begins another; ``seen`` while it is on its way."""
+        if not self._copied.query():
+            return seen
+        brought = self._host.clone()
+        with torch.cuda.stream(self._stream):
+            for row, load in zip(self._host, loads, strict=True):
+                row.copy_(load, non_blocking=True)
+            self._copied.record(self._stream)
+        return brought
