@@ -178,6 +178,16 @@ class TestWithPillow:
         pillow.fromarray(pixels(60, 90)).save(file, "png")
         for broken in (b"", b"no image", file.getvalue()[:-200], tmp_path / "missing.png", str(tmp_path)):
             assert "image 0 cannot be read" in refused([TOKEN], broken)
+
+    def test_no_file_is_read_that_needs_another_program(self, pillow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def run(*_: Any, **__: Any) -> None:
+            raise AssertionError("a program was started for an image")
+
+        monkeypatch.setattr("subprocess.Popen", run)
+        monkeypatch.setattr("PIL.EpsImagePlugin.has_ghostscript", lambda: True)
+        for file in (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n", b"<svg/>", b"%PDF-1.4\n", b""):
+            said = refused([TOKEN], file)
+            assert "it is no PNG, JPEG, WEBP, GIF, BMP or TIFF file" in said and "0x" not in said
         large = io.BytesIO()
         pillow.new("1", (1000, 101)).save(large, "png")
         assert "1000 x 101 = 101000 pixels" in refused([TOKEN], large.getvalue())

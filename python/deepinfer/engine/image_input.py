@@ -24,6 +24,9 @@ from deepinfer.models.images import ImageInput, ImageProcessor, ImageSpan, Pixel
 _NEEDS_PILLOW = "image {place} needs Pillow to be read, which is not installed; install it with: pip install 'deepinfer[images]'"
 _FORMS = "a PIL image, a uint8 array [height, width, 3], the bytes of an image file or its path"
 
+_FILES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Kinds of files that are read. Pillow knows many more, some of which start other programs (EPS) or are seldom looked after."""
+
 
 @dataclass(frozen=True)
 class ImageRules:
@@ -93,14 +96,16 @@ def _read(source: Any, place: int, most: int) -> Pixels:
     if not isinstance(source, str | os.PathLike | bytes | bytearray | memoryview):
         raise ImageError(f"image {place} is of type {type(source).__name__}; give {_FORMS}")
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise ImageError(_NEEDS_PILLOW.format(place=place)) from None
     try:
-        with Image.open(Path(source) if isinstance(source, str | os.PathLike) else io.BytesIO(source)) as opened:
+        with Image.open(Path(source) if isinstance(source, str | os.PathLike) else io.BytesIO(source), formats=_FILES) as opened:
             return _decode(opened, place, most)
     except ImageError:
         raise
+    except UnidentifiedImageError:  # its message has an address in memory
+        raise ImageError(f"image {place} cannot be read: it is no {', '.join(_FILES[:-1])} or {_FILES[-1]} file; give {_FORMS}") from None
     except Exception as e:  # decoders of many formats raise what they like
         raise _unreadable(place, e) from None
 
