@@ -89,3 +89,9 @@ def test_http_1_0_gets_no_pieces(front: Local) -> None:
     assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n") and b"\r\n" not in body
     whole = raw(front, post({"temperature": 0}, b"1.0")).partition(b"\r\n\r\n")[2]
     assert json.loads(whole)["usage"]["completion_tokens"] == 3
+
+
+def test_who_asks_for_another_protocol_is_answered_in_this_one(front: Local) -> None:
+    asked = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\ncontent-length"
+    got = raw(front, *[post({}).replace(b"content-length", asked)] * 2, pause=0.4)
+    assert got.count(b"HTTP/1.1 200 OK") == 2 and got.count(b'"completion_tokens":3') == 2

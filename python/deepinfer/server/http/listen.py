@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -26,6 +27,9 @@ MOST_HEADER_BYTES = 64 << 10
 
 _MOST_PIPELINED = 8
 """Requests that may wait behind one on the same connection; nobody who does that sends more."""
+
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+"""Is not heeded, as a server may do; Java's client asks for HTTP/2 with each request, and the parser would drop that one's body."""
 
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
@@ -155,6 +159,9 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
+            if not self._in_body and _UPGRADE.search(data):
+                head, end, rest = data.partition(b"\r\n\r\n")
+                data = _UPGRADE.sub(b"\r\nx-asked:", head) + end + rest
             self._loose_bytes += len(data)  # that were not given out: of a header without end, or beside a body in pieces
             super().data_received(data)
             if self.transport.is_closing():
