@@ -71,6 +71,8 @@ def test_a_front_that_dies_takes_its_own_requests_only_and_is_replaced(served: S
     now = fronts(served)
     assert before[0] not in now and before[1] in now and served.engine_pid() == engine
     assert any("front process" in line and "SIGKILL" in line for line in served.lines)
+    left = re.findall(r"^deepinfer:(?:requests|tokens)_in_flight{[^}]*} (\S+)", served.get("/metrics").text, re.MULTILINE)
+    assert left == ["0.0", "0.0"]
     os.kill(before[1], signal.SIGSTOP)  # so that the new one has to answer
     try:
         end = time.monotonic() + 90

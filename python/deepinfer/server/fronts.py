@@ -61,7 +61,7 @@ class _Front:
 
     def __init__(self, place: int, child: EngineChild, bound: Bound, env: Mapping[str, str]) -> None:
         self.place = place
-        self._child, self._bound, self._env = child, bound, env
+        self._child, self._bound, self.env = child, bound, env
         self.generation = -1
         self.started = 0.0
         self.process: subprocess.Popen[bytes]
@@ -82,7 +82,7 @@ class _Front:
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # the terminal's Ctrl-C is the parent's to handle
-                env={**self._env, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+                env={**self.env, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             )
         start = FrontStart(engine, settings, self._child.pid, self.place, self.generation)
         packed = pickle.dumps(start)
@@ -174,8 +174,8 @@ async def _keep(front: _Front, start: Callable[[_Front], None], ending: asyncio.
     failures = 0
     while True:
         how = await front.wait()
-        with contextlib.suppress(Exception):  # its gauges are nobody's now
-            mark_process_dead(front.process.pid)
+        with contextlib.suppress(OSError):  # its gauges are nobody's now
+            mark_process_dead(front.process.pid, front.env[SHARED])
         if ending.is_set():
             return
         failures = failures + 1 if time.monotonic() - front.started < _QUICK else 0
