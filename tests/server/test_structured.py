@@ -29,6 +29,7 @@ def post(server: Served, **fields: Any) -> Any:
     return server.post("/v1/completions", {**BODY, **fields})
 
 
+@grammar_kit.despite_load
 def test_valid_malformed_hostile_valid_while_somebody_reads(limited: Served) -> None:
     """One process for all; a stream beside them goes on, token by token, while the hostile one is being compiled."""
     first = post(limited, **GOOD)

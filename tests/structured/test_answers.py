@@ -244,6 +244,7 @@ def test_a_pair_makes_answers_again_in_a_new_process(llm: LLM, device: str) -> N
     asyncio.run(asyncio.wait_for(main_(), 240))
 
 
+@grammar_kit.despite_load
 def test_batches_hold_lines_to_their_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setenv("XGRAMMAR_TIMEOUT", "6")
     lines: dict[str, dict[str, Any]] = {
@@ -259,6 +260,7 @@ def test_batches_hold_lines_to_their_forms(tmp_path: Path, monkeypatch: pytest.M
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {**body, **more}} for name, more in lines.items()]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    target.unlink(missing_ok=True)
     options = ["--num-kv-blocks", "64", "--dtype", "float32", "--device", device, "--quiet"]
     start = time.monotonic()
     assert main(["batch", "--model", api_kit.tiny_model(), *options, str(source), str(target)]) == 0
