@@ -39,6 +39,7 @@ from deepinfer.errors import (
     HandoverError,
     InvalidRequestError,
     PromptTooLongError,
+    RankGroupError,
     StepFailedError,
 )
 from deepinfer.kvcache.block_tier import BlockTier
@@ -299,6 +300,7 @@ class Engine(EngineHooks):
         is no ``Exception``) aborts everything, leaves an empty engine, and is raised again.
 
         Raises:
+            RankGroupError: the ranks of a group do not agree; nothing has changed here.
             EngineDeadError: the engine is closed, or a fault outside of a step's own work ended it and its requests (see ``fault``).
         """
         self._check_open()
@@ -310,7 +312,11 @@ class Engine(EngineHooks):
             self._log.tick()
             return news
         except GroupStepFailedError:
+            if self._group is None:
+                raise
             return []  # the rank that failed has told its requests; all ranks go on
+        except RankGroupError:
+            raise
         except Exception as e:
             self._die(e)
             raise EngineDeadError(str(self.fault)) from e
