@@ -67,7 +67,13 @@ class Compiler:
             except Exception as e:
                 raise _readable(e) from None
         self._first_mask(compiled)
-        return Compiled(compiled.serialize_json().encode(), tuple(said), time.monotonic() - start)
+        try:
+            data = compiled.serialize_json().encode()
+        except MemoryError:
+            raise GrammarTimeoutError("compiled it takes too much memory; make it smaller") from None
+        except Exception as e:
+            raise _readable(e) from None
+        return Compiled(data, tuple(said), time.monotonic() - start)
 
     def _made(self, kind: str, source: str, options: Mapping[str, Any]) -> Any:
         match kind:
