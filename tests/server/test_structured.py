@@ -16,7 +16,7 @@ from server_kit import Served, serving
 BODY = {"model": "tiny", "prompt": "the quick", "temperature": 1.0, "seed": 1, "max_tokens": 60}
 GOOD = {"response_format": {"type": "regex", "pattern": "(ab|[0-9]{2}){3}"}}
 MALFORMED = {"structured_outputs": {"grammar": "root ::= missing"}}
-SECONDS = 6.0
+SECONDS = 4.0
 
 
 @pytest.fixture(scope="module")

@@ -246,7 +246,7 @@ def test_a_pair_makes_answers_again_in_a_new_process(llm: LLM, device: str) -> N
 
 @grammar_kit.despite_load
 def test_batches_hold_lines_to_their_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setenv("XGRAMMAR_TIMEOUT", "6")
+    monkeypatch.setenv("XGRAMMAR_TIMEOUT", "3")
     lines: dict[str, dict[str, Any]] = {
         "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}},
         "regex": {"response_format": {"type": "regex", "pattern": "[0-9]{3}"}},
