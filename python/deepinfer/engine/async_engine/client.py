@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.async_engine.child import EngineChild
-from deepinfer.engine.async_engine.front import ENGINE, GROUP_ENGINE, HANG_TIMEOUT, AsyncFront, check_hang_timeout
+from deepinfer.engine.async_engine.front import HANG_TIMEOUT, AsyncFront, check_hang_timeout
 from deepinfer.engine.async_engine.line import EngineLine
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.request import EngineRequest
@@ -29,11 +29,16 @@ if TYPE_CHECKING:
     from deepinfer.structured.matcher import ReadyGrammar
 
 
+_ENGINE = "deepinfer.engine.engine:Engine"
+_GROUP_ENGINE = "deepinfer.engine.data_parallel.group_engine:GroupEngine"
+
+
 def engine_start(config: EngineConfig) -> wire.Start:
     """The first message to a process that is to be the engine of these settings."""
     from deepinfer.models.registry import registrations
 
-    return wire.Start(config, ENGINE if config.data_parallel_size == 1 else GROUP_ENGINE, registrations())
+    group = config.data_parallel_size > 1 and config.rank is None
+    return wire.Start(config, _GROUP_ENGINE if group else _ENGINE, registrations())
 
 
 class AsyncLLM(AsyncFront):

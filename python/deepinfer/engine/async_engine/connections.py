@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Connection:
-    """One front."""
+    """One end of a connection; ``open`` until the other end is closed."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -59,10 +59,10 @@ class Connection:
             return
         except OSError:
             pass
-        self.open = False  # the front closed its end
+        self.open = False  # the other end is closed
 
     def drain(self, seconds: float) -> None:
-        """Sends what is queued before the process ends, if the front still reads."""
+        """Sends what is queued before the process ends, if anybody still reads."""
         with contextlib.suppress(OSError):
             self.socket.settimeout(seconds)
             while self.unsent:

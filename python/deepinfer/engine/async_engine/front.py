@@ -34,8 +34,6 @@ from deepinfer.structured_outputs import StructuredOutputs
 if TYPE_CHECKING:
     from deepinfer.engine.step_log import EngineMetrics
 
-ENGINE = "deepinfer.engine.engine:Engine"
-GROUP_ENGINE = "deepinfer.engine.data_parallel.group_engine:GroupEngine"
 _LONG_PROMPT = 20_000
 """Characters above which tokenizing leaves the event loop's thread, as images do."""
 

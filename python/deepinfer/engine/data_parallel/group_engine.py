@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepinfer.engine.async_engine import wire
+from deepinfer.engine.async_engine.client import engine_start
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.data_parallel.balancer import Balancer, FewestTokens, RankLoad
 from deepinfer.engine.data_parallel.place import RankPlace
@@ -26,8 +27,7 @@ from deepinfer.engine.data_parallel.rank_line import RankLine
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, InvalidRequestError
 from deepinfer.models import resolve_model
-from deepinfer.models.registry import registrations
-from deepinfer.platforms import get_platform
+from deepinfer.platforms import Platform, get_platform
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from deepinfer.engine.step_log import EngineMetrics
     from deepinfer.structured.vocabulary import Vocabulary
 
-ENGINE = "deepinfer.engine.engine:Engine"
 _STEP_TIMEOUT = 300.0
 """Longest wait of a rank for another within a step, seconds; the end of its process is noticed at once."""
 _FELLOWS = 0.2
@@ -51,7 +50,6 @@ class _Flight:
     """A request and where it is."""
 
     rank: int
-    request: EngineRequest
     unfinished: set[int]
     tokens: int  # that count against its rank
 
@@ -73,7 +71,7 @@ class GroupEngine:
     """
 
     def __init__(self, config: EngineConfig, balancer: Balancer | None = None) -> None:
-        self.config = config
+        self.config, self.run = config, config.resolve()
         self.resolved = resolve_model(config.model, config.revision, config.load_format)
         self.fault: EngineDeadError | None = None
         self._balancer: Balancer = balancer or FewestTokens()
@@ -96,23 +94,21 @@ class GroupEngine:
         self.max_model_len = min(r.max_model_len for r in ready)
         self.vocab_size = ready[0].vocab_size
         self.max_num_seqs = sum(r.max_num_seqs for r in ready)
-        self.run = config.resolve()
         self.images = ready[0].images
         self.loads = [RankLoad(r.kv_tokens, r.max_num_seqs) for r in ready]
 
     def _start(self) -> None:
-        configs = rank_configs(self.config, str(Path(self._folder) / "meet"))
+        configs = rank_configs(self.config, self.run.platform, str(Path(self._folder) / "meet"))
         for number, config in enumerate(configs):
-            line = RankLine(f"rank {number} of {len(configs)}", wire.Start(config, ENGINE, registrations()))
+            line = RankLine(f"rank {number} of {len(configs)}", engine_start(config))
             self._ranks.append(line)
-            self._poll.register(line.fileno(), select.EPOLLIN)
+            self._poll.register(line.socket, select.EPOLLIN)
 
     def _wait_until_ready(self) -> list[wire.Ready]:
         ready: dict[int, wire.Ready] = {}
         while len(ready) < len(self._ranks):
             self._poll.poll(1.0)
             for number, line in enumerate(self._ranks):
-                line.flush()
                 for message in line.receive():
                     if isinstance(message, wire.Ready):
                         ready[number] = message
@@ -144,7 +140,7 @@ class GroupEngine:
             for number, line in enumerate(self._ranks):
                 if number != rank:
                     line.send(wire.Wake())
-        self._flights[request.request_id] = _Flight(rank, request, set(range(answers)), tokens)
+        self._flights[request.request_id] = _Flight(rank, set(range(answers)), tokens)
         self.loads[rank].tokens += tokens
         self.loads[rank].requests += answers
         self._ranks[rank].send(message)
@@ -195,7 +191,7 @@ class GroupEngine:
         look anyway."""
         if self._closed or self.fault is not None or os.getpid() != self._process:
             return None
-        return self._poll.fileno(), 0.01 if any(line.lags for line in self._ranks) else 1.0
+        return self._poll.fileno(), 0.01 if any(line.unsent for line in self._ranks) else 1.0
 
     def wake(self) -> None:
         """Nothing: who starts the ranks wakes them."""
@@ -214,7 +210,6 @@ class GroupEngine:
     def _read(self) -> None:
         for number, line in enumerate(self._ranks):
             try:
-                line.flush()
                 for message in line.receive():
                     self._hear(number, message)
             except DeepInferError as e:
@@ -275,8 +270,6 @@ class GroupEngine:
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """As of an engine, by rank 0. Raises InvalidRequestError where experts are spread: such a forward needs all ranks."""
-        if self.config.expert_parallel:
-            raise InvalidRequestError("logits() runs on one rank, and the experts are spread over several; leave expert_parallel out")
         ids = [int(i) for i in token_ids]
         done: wire.LogitsDone = self._ask(lambda call: wire.Logits(call, ids), [0])[0]
         if done.error is not None:
@@ -286,7 +279,8 @@ class GroupEngine:
 
     def core_counts(self) -> _core.Counts:
         """Blocks and state slots of rank 0; see :meth:`rank_counts`."""
-        return self.rank_counts()[0]
+        counted: wire.Counted = self._ask(wire.Count, [0])[0]
+        return counted.counts
 
     def rank_counts(self) -> list[_core.Counts]:
         """Blocks and state slots of every rank by state."""
@@ -350,10 +344,9 @@ class GroupEngine:
             raise EngineDeadError(f"{self.fault}; create another one")
 
 
-def rank_configs(config: EngineConfig, meet: str) -> list[EngineConfig]:
+def rank_configs(config: EngineConfig, platform: Platform, meet: str) -> list[EngineConfig]:
     """Settings of each rank. Raises ConfigError where there are fewer GPUs than ranks."""
     size = config.data_parallel_size
-    platform = config.resolve().platform
     found = []
     for rank in range(size):
         place = RankPlace(rank, size, meet, config.expert_parallel, _STEP_TIMEOUT)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
-from deepinfer.engine.async_engine.front import ENGINE, HANG_TIMEOUT, AsyncFront, check_hang_timeout
+from deepinfer.engine.async_engine.client import engine_start
+from deepinfer.engine.async_engine.front import HANG_TIMEOUT, AsyncFront, check_hang_timeout
 from deepinfer.engine.async_engine.line import EngineLine
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.request import EngineRequest, SequenceDelta
@@ -109,7 +110,6 @@ class PrefillDecodePair(AsyncFront):
         **settings: Any,
     ) -> None:
         from deepinfer.models import resolve_model
-        from deepinfer.models.registry import registrations
 
         super().__init__()
         for name, value in (("max_reruns", max_reruns), ("max_restarts", max_restarts)):
@@ -131,8 +131,8 @@ class PrefillDecodePair(AsyncFront):
         self._orders = itertools.count(1)
         resolved = resolve_model(self.config.model, revision=self.config.revision, load_format=self.config.load_format)
         check_hang_timeout(hang_timeout)
-        self._prompt = _Side("prompt", wire.Start(self.config, ENGINE, registrations()), hang_timeout, self._has_work)
-        self._completion = _Side("completion", wire.Start(other, ENGINE, registrations()), hang_timeout, self._has_work)
+        self._prompt = _Side("prompt", engine_start(self.config), hang_timeout, self._has_work)
+        self._completion = _Side("completion", engine_start(other), hang_timeout, self._has_work)
         try:
             self._text = load_text_side(self.config, resolved)
         except BaseException:
