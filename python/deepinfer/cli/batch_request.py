@@ -77,9 +77,10 @@ def read_body(url: str, body: dict[str, Any]) -> Work:
     if top is not None:
         values["logprobs"] = top
     if not chat:
-        best_of = body.get("best_of")
-        if best_of is not None and best_of != values.get("n", 1):
-            raise LineError("unsupported_field", "best_of is served only when it equals n; leave it out")
+        try:
+            fields.check_best_of(body, values)
+        except BadRequestError as e:
+            raise LineError("unsupported_field", e.message) from None
         return Work(False, None, {}, _prompts(body.get("prompt")), values, top)
     limit = body.get("max_completion_tokens")
     if limit is not None and values.setdefault("max_tokens", limit) != limit:

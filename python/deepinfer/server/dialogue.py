@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from deepinfer.outputs import CompletionOutput, PositionLogprobs
 from deepinfer.sampling import SamplingParams
@@ -27,6 +27,7 @@ from deepinfer.server.conversation import (
 )
 from deepinfer.server.generation import Job, generate
 from deepinfer.server.http.call import Call
+from deepinfer.server.http.sse import EventStream
 
 _LONG = 20_000
 """Characters above which rendering leaves the event loop's thread."""
@@ -62,6 +63,19 @@ class News:
     stop_reason: str | int | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[PositionLogprobs | None] | None
+
+
+class Writer(Protocol):
+    """A protocol's way to write the answers to one conversation, at once or piece by piece."""
+
+    def take(self, news: News) -> None:
+        """What is new, kept for :meth:`whole`."""
+
+    def whole(self) -> dict[str, Any]:
+        """The answer."""
+
+    def events(self, news: News) -> list[dict[str, Any]]:
+        """What is new, as events; the name of each is its ``type``, if it has one."""
 
 
 def _size(conversation: Conversation) -> int:
@@ -110,6 +124,20 @@ class Dialogue:
                         reason = "tool_calls"
                     yield News(index, pieces, ids, reason, parser.stop_reason, output.prompt_token_ids, prompt_logprobs)
                     prompt_logprobs = None
+
+    async def reply(self, writer: Writer, *, stream: bool) -> EventStream | None:
+        """Answers the call: whole, or as events, of which the stream is given back for what the protocol sends after all answers."""
+        async with contextlib.aclosing(self.news()) as told:
+            if not stream:
+                async for news in told:
+                    writer.take(news)
+                await self._call.reply(200, writer.whole())
+                return None
+            events = self._call.events()
+            async for news in told:
+                for event in writer.events(news):
+                    await events.send(event, event.get("type"))
+        return events
 
     def _take(self, request_id: str, answer: CompletionOutput) -> tuple[int, list[Piece], list[int]] | None:
         parser = self._parsers[answer.index]

@@ -186,6 +186,12 @@ def refuse(body: Mapping[str, Any], calm: Mapping[str, tuple[Any, ...]]) -> None
             raise BadRequestError(f"{name} is not served; leave it out", param=name, code="unsupported_field")
 
 
+def check_best_of(body: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Choosing among answers is not served. Raises BadRequestError unless ``best_of`` asks for no more than ``n``."""
+    if (best_of := body.get("best_of")) is not None and best_of != values.get("n", 1):
+        raise BadRequestError("best_of is served only when it equals n; leave it out", param="best_of", code="unsupported_field")
+
+
 def is_ids(value: Any) -> bool:
     """Whether a value is a non-empty list of integers."""
     return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)

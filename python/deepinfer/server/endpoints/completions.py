@@ -51,8 +51,7 @@ def read(call: Call, body: Mapping[str, Any]) -> Request:
     model = fields.check_model(call, body)
     fields.refuse(body, _REFUSED)
     values = fields.sampling_values(body)
-    if (best_of := body.get("best_of")) is not None and best_of != values.get("n", 1):
-        raise BadRequestError("best_of is served only when it equals n; leave it out", param="best_of", code="unsupported_field")
+    fields.check_best_of(body, values)
     echo = fields.typed(body, "echo", bool, False)
     nothing_new = echo and type(body.get("max_tokens")) is int and body["max_tokens"] == 0
     if nothing_new:

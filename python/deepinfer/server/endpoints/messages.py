@@ -5,8 +5,6 @@ Owns: the way of one call through reader, dialogue and writer. Never touches: fi
 
 from __future__ import annotations
 
-import contextlib
-
 from deepinfer.sampling import SamplingParams
 from deepinfer.server.dialogue import Dialogue, render
 from deepinfer.server.fields import check_model
@@ -20,16 +18,7 @@ async def create(call: Call) -> None:
     request = messages_request.read(call, await call.json())
     dialogue = Dialogue(call, await render(call, request.conversation, request.params))
     answer = MessagesAnswer(request.model, f"msg_{call.request_id}", dialogue.counts)
-    async with contextlib.aclosing(dialogue.news()) as told:
-        if not request.streaming.on:
-            async for news in told:
-                answer.take(news)
-            await call.reply(200, answer.whole())
-            return
-        events = call.events()
-        async for news in told:
-            for event in answer.events(news):
-                await events.send(event, event["type"])
+    await dialogue.reply(answer, stream=request.streaming.on)
 
 
 async def count_tokens(call: Call) -> None:

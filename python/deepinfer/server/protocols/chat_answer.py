@@ -44,8 +44,8 @@ class ChatAnswer:
 
     # In chunks
 
-    def chunks(self, news: News) -> list[dict[str, Any]]:
-        """What is new, as chunks."""
+    def events(self, news: News) -> list[dict[str, Any]]:
+        """What is new, as chunks: events without a name."""
         made = []
         index = news.index
         if not self._begun[index] and (news.token_ids or news.finish_reason):

@@ -70,8 +70,7 @@ def read(call: Call, body: Mapping[str, Any]) -> ChatRequest:
     if body.get("max_completion_tokens") is not None:
         values["max_tokens"], renamed["max_tokens"] = body["max_completion_tokens"], "max_completion_tokens"
     values.setdefault("max_tokens", None)
-    if (best_of := body.get("best_of")) is not None and best_of != values.get("n", 1):
-        raise BadRequestError("best_of is served only when it equals n; leave it out", param="best_of", code="unsupported_field")
+    fields.check_best_of(body, values)
     if any(m != "text" for m in typed(body, "modalities", list, [])):
         raise BadRequestError("only text is answered; leave modalities out", param="modalities", code="unsupported_field")
     streaming = fields.streaming(body)
