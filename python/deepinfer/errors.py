@@ -167,3 +167,7 @@ class KvStoreFormatError(KvStoreError):
 
 class KvStoreUnavailableError(KvStoreError):
     """The store, or a service it needs, does not answer, is closing, or is open in another process."""
+
+
+class KernelBuildError(DeepInferError, RuntimeError):
+    """A kernel cannot be lowered, compiled or loaded; whoever wanted it runs the reference operator instead and says so."""

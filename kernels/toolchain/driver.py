@@ -1,0 +1,102 @@
+"""Compiled kernels on the GPU: loaded and launched through the driver's C interface.
+
+A launch takes pointers and numbers as they are and goes to torch's current stream, so it can be captured in a CUDA graph. It checks
+nothing: operators check shapes once, when they are made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+from deepinfer.errors import KernelBuildError
+
+from .store import StoredKernel
+
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PLAIN_SHARED = 48 * 1024  # a block may have so much without asking
+
+_TYPES: dict[str, Any] = {
+    "ptr": ctypes.c_uint64,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "u32": ctypes.c_uint32,
+    "f32": ctypes.c_float,
+}
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_char * 64)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")],
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as e:
+        raise KernelBuildError(f"the NVIDIA driver's library cannot be loaded: {e}") from None
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        _library().cuGetErrorName(code, ctypes.byref(name))
+        raise KernelBuildError(f"{what}: {(name.value or b'error').decode()} ({code})")
+
+
+class Kernel:
+    """A kernel loaded on one device.
+
+    Args:
+        stored: what to load.
+        device: where. Its context must have been made by torch, which ``torch.cuda.init`` and any allocation do.
+        after: whether a launch may begin while the kernel before it in the stream still runs (programmatic launch); only for kernels that
+            wait before they read what others write.
+
+    Raises ``KernelBuildError`` if the driver does not take it.
+    """
+
+    __slots__ = ("_config", "_device", "_function", "_keep", "_pointers", "_values", "stored")
+
+    def __init__(self, stored: StoredKernel, device: torch.device, after: bool = False) -> None:
+        self.stored = stored
+        self._device = device
+        cuda = _library()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).synchronize()  # makes the device's context the thread's
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            _check(cuda.cuModuleLoadData(ctypes.byref(module), stored.code), f"loading {stored.name}")
+            _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, stored.entry.encode()), f"finding {stored.entry}")
+            if stored.shared > _PLAIN_SHARED:
+                _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, stored.shared), f"shared memory of {stored.name}")
+        self._function = function
+        attribute = _Attribute(id=_PROGRAMMATIC)
+        attribute.value = b"\x01"
+        self._config = _Config(1, 1, 1, stored.threads, 1, 1, stored.shared, None, ctypes.pointer(attribute), int(after))
+        self._values = [_TYPES[kind]() for _, kind in stored.args]
+        self._pointers = (ctypes.c_void_p * len(stored.places))(*[ctypes.addressof(self._values[i]) for i in stored.places])
+        self._keep = (module, attribute)
+
+    def launch(self, grid: tuple[int, ...], *args: torch.Tensor | int | float) -> None:
+        """Launches ``grid`` blocks (x, y, z). ``args`` in the order of ``stored.args``: contiguous tensors of the device, or numbers."""
+        config = self._config
+        config.grid_x, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]
+        config.stream = torch.cuda.current_stream(self._device).cuda_stream
+        for value, given in zip(self._values, args, strict=True):
+            value.value = given.data_ptr() if isinstance(given, torch.Tensor) else given
+        code = _library().cuLaunchKernelEx(ctypes.byref(config), self._function, self._pointers, None)
+        if code:
+            _check(code, f"launching {self.stored.name}")
