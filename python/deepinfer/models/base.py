@@ -206,6 +206,58 @@ class Model(Protocol):
         """Logits float32 ``[R, vocab]`` of the given rows; a row's bits do not depend on ``R``."""
 
 
+@dataclass(frozen=True)
+class DecodeRows:
+    """``R`` rows of a decode step, one a sequence, at addresses that never change (docs/architecture.md, "Decode graphs").
+
+    Rows behind the step's own are padding: id 0 at position 0, ``seq_len`` 1, slot 0 of each map, table row 0. Behind ``seq_len``
+    anything may be, in columns of the table as in entries of pages.
+    """
+
+    ids: torch.Tensor  # int64 [R]
+    pos: torch.Tensor  # int64 [R]
+    slots: list[torch.Tensor]  # one int64 [R] per slot map, at least 0: entry 0 is the null page's, which nobody reads
+    seq_len: torch.Tensor  # int32 [R], KV length including the row: pos + 1
+    block_table: torch.Tensor  # int32 [state slots, W], the whole table; its row 0 is the null page in every column
+    table_row: torch.Tensor  # int64 [R], row of the table of each row: its sequence's state slot
+
+
+@runtime_checkable
+class GraphModel(Model, Protocol):
+    """A model whose decode steps can be recorded as CUDA graphs."""
+
+    def graph_rows(self, max_rows: int) -> Sequence[int] | None:
+        """Row counts to record, ascending, for steps of up to ``max_rows`` rows (see ``row_buckets``); ``None`` = no graphs here.
+
+        Steps with more rows than the last one run ``forward``.
+        """
+
+    def decode(self, rows: DecodeRows, kv: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Writes KV of the rows and gives hidden states ``[R, hidden]`` after the final norm, the bits ``forward`` gives.
+
+        It may be recorded: no value is read on the host, nothing but ``R`` is a host integer of the step, nothing it allocates is kept.
+        """
+
+
+@runtime_checkable
+class GreedyModel(Model, Protocol):
+    """A model that finds the most likely token without keeping logits."""
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` ``[R, hidden]`` → int32 or int64 ``[R]``: the largest of ``logits(hidden)``, the lowest id of equal ones."""
+
+
+_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)
+_BUCKET_STEP = 32  # above the table
+
+
+def row_buckets(max_rows: int) -> list[int]:
+    """Row counts for ``GraphModel.graph_rows``, ascending: few rows of padding at any count, ``max_rows`` the last of them."""
+    buckets = [b for b in _BUCKETS if b < max_rows]
+    buckets += range(_BUCKETS[-1] + _BUCKET_STEP, max_rows, _BUCKET_STEP)
+    return [*buckets, max_rows] if max_rows > 0 else []
+
+
 @runtime_checkable
 class StatefulModel(Model, Protocol):
     """A model with state groups."""
