@@ -1,0 +1,48 @@
+"""The sizes of a model that its kernels are made for, with models that are built and measured again and again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the kernels of a dense decoder follow from; the number of layers changes none of them.
+
+    Attributes:
+        hidden: width of the residual stream.
+        heads: query heads.
+        kv_heads: key (and value) heads; divides ``heads``.
+        head_dim: channels of a head.
+        intermediate: width of the gated part.
+        vocab: rows of the embedding and of the head.
+        page_tokens: tokens of a page of the KV cache.
+        dtype: the run dtype, ``bfloat16`` or ``float16``.
+        qk_norm: whether queries and keys are normalised head by head before they are rotated.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    page_tokens: int = 64
+    dtype: str = "bfloat16"
+    qk_norm: bool = False
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads."""
+        return self.kv_heads * self.head_dim
+
+
+SMOLLM2_135M = ModelShape(hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
+SMOLLM2_1_7B = ModelShape(hidden=2048, heads=32, kv_heads=32, head_dim=64, intermediate=8192, vocab=49152)
+LLAMA_8B = ModelShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
+QWEN3_8B = ModelShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, qk_norm=True)
