@@ -9,6 +9,7 @@ kernels in the store needs torch alone.
 
 from .dialect import Dialect
 from .program import SM90A, Program, shape_config
+from .shapes import ModelShape
 from .store import KernelStore, StoredKernel, default_store
 
-__all__ = ["SM90A", "Dialect", "KernelStore", "Program", "StoredKernel", "default_store", "shape_config"]
+__all__ = ["SM90A", "Dialect", "KernelStore", "ModelShape", "Program", "StoredKernel", "default_store", "shape_config"]

@@ -38,6 +38,14 @@ def load(programs: Sequence[Program], device: torch.device, after: bool = False,
     return kernels
 
 
+def require(programs: Sequence[Program], device: torch.device, after: bool = False) -> list[Kernel]:
+    """As ``load``; raises ``KernelBuildError`` where that gives ``None``."""
+    kernels = load(programs, device, after)
+    if kernels is None:
+        raise KernelBuildError(_missing[programs[0].op])
+    return kernels
+
+
 def missing_kernels() -> dict[str, str]:
     """Operators of this process that run on their reference although a kernel was wanted, and why."""
     return dict(_missing)

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from deepinfer.errors import KernelBuildError
+
+_RUN_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def run_dtype(dtype: torch.dtype) -> str:
+    """Its name as ``ModelShape.dtype``. Raises ``KernelBuildError`` for one that no kernel is written for."""
+    if dtype not in _RUN_DTYPES:
+        raise KernelBuildError(f"kernels are written for bfloat16 and float16, not for {str(dtype).removeprefix('torch.')}")
+    return _RUN_DTYPES[dtype]
+
 
 @dataclass(frozen=True)
 class ModelShape:

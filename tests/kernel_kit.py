@@ -1,0 +1,102 @@
+"""What the tests of GPU kernels share: the places an operator is tried in, and what is read from its CUDA source.
+
+An operator is tried as its torch reference, as its kernel on TileLang's CPU target (``c``) and on a GPU. On ``c`` bfloat16 is float32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer.kernels.toolchain import SM90A, KernelStore, Program
+from deepinfer.kernels.toolchain.lowering import Lowered, lower, on_cpu
+
+PLACES = ["reference", "c", pytest.param("cuda", marks=pytest.mark.gpu)]
+KERNEL_PLACES = PLACES[1:]
+DTYPES = [torch.bfloat16, torch.float16]
+
+ONE_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+"""Largest relative error of rounding once to a type; bfloat16 with room, for its error is that of the last step alone."""
+
+
+def need_tilelang() -> None:
+    """Skips the test where kernels cannot be lowered."""
+    pytest.importorskip("tilelang", reason="kernels are lowered by TileLang: pip install 'deepinfer[cuda]'")
+
+
+def device_of(place: str) -> torch.device:
+    """Where the tensors of a place lie."""
+    return torch.device("cuda" if place == "cuda" else "cpu")
+
+
+def kept_as(place: str, dtype: torch.dtype) -> torch.dtype:
+    """The type that tensors of ``dtype`` have in a place."""
+    return torch.float32 if place == "c" and dtype == torch.bfloat16 else dtype
+
+
+@cache
+def cpu_kernel(program: Program) -> Callable[..., Any]:
+    """``program`` on the CPU target, compiled once in a run."""
+    need_tilelang()
+    return on_cpu(program)
+
+
+def lowered(program: Program) -> Lowered:
+    """CUDA source of ``program``."""
+    need_tilelang()
+    return lower(program, SM90A)
+
+
+def random_rows(*shape: int, place: str = "reference", dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """The same numbers in every place: of ``dtype``, then kept as that place keeps them."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return x.to(device=device_of(place), dtype=kept_as(place, dtype))
+
+
+def check_machine_code(program: Program, folder: Path) -> None:
+    """``program`` becomes machine code for the GPU that does not spill, and a second start finds it."""
+    need_tilelang()
+    pytest.importorskip("cuda.bindings", reason="kernels are compiled by NVRTC: pip install 'deepinfer[cuda]'")
+    store = KernelStore(folder)
+    built = store.build(program)
+    assert built.code[:4] == b"\x7fELF"
+    assert built.resources.spill_stores == built.resources.spill_loads == built.resources.stack == 0
+    assert built.resources.registers * built.threads <= 65536 // 2, "two blocks at a time on a multiprocessor"
+    assert store.find(program) == built
+
+
+def read_before_waiting(program: Program) -> set[str]:
+    """Parameters that ``program`` names before it waits for the kernel before. Fails unless it lets the next one start first and waits."""
+    found = lowered(program)
+    body = found.source[found.source.rindex(f"{found.entry}(") :]
+    head, body = body.split("{", 1)
+    assert "__restrict__" not in head, "a read through such a pointer may move over the wait"
+    before, _ = body.split("cudaGridDependencySynchronize();")
+    assert "cudaTriggerProgrammaticLaunchCompletion();" in before
+    return {name for name, kind in found.args if kind == "ptr" and re.search(rf"(?<![.\w]){name}\b", before)}
+
+
+def narrowest_access(program: Program, name: str) -> int:
+    """Bytes of the narrowest access to parameter ``name`` in the CUDA source of ``program``."""
+    sizes = {"float4": 16, "uint4": 16, "float2": 8, "uint2": 8, "uint1": 4}
+    found = lowered(program)
+    body = found.source[found.source.rindex("__launch_bounds__") :].split("{", 1)[1]
+    uses = re.findall(rf"(?:\*\((\w+)\*\)\()?(?<![.\w]){name}\b", body)
+    assert uses, f"{name} is not used"
+    return min(sizes.get(kind, 1) for kind in uses)
+
+
+def replayed(step: Callable[[], None]) -> Callable[[], None]:
+    """``step`` captured in a CUDA graph after one run; call the answer to replay it."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
