@@ -1,0 +1,56 @@
+"""Functions in C that a kernel calls where tile operators do not reach, written once for a GPU and for the CPU target.
+
+A text uses ``DEVICE`` for a function (which must return ``int``), ``THREAD`` and ``THREADS`` for loops over the threads of a block,
+``SYNC()`` between them, ``SHARED`` for memory of a block, and CUDA's atomic functions of 32- and 64-bit integers. On the CPU target a
+block has one thread. Programs whose kernels import a text name this file in ``uses``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .dialect import Dialect
+
+FILE = "toolchain/imported.py"
+
+_GPU = """
+#define DEVICE extern "C" __device__ __forceinline__
+#define SHARED __shared__
+#define THREAD ((int)threadIdx.x)
+#define THREADS ((int)blockDim.x)
+#define SYNC() __syncthreads()
+#define BITS_OF(x) __float_as_int(x)
+#define FLOAT_OF(x) __int_as_float(x)
+typedef unsigned long long u64;
+typedef long long i64;
+"""
+
+_CPU = """
+#include <stdint.h>
+#include <string.h>
+#include <math.h>
+#define DEVICE extern "C"
+#define SHARED static
+#define THREAD 0
+#define THREADS 1
+#define SYNC()
+#define __threadfence()
+typedef uint64_t u64;
+typedef int64_t i64;
+static inline int BITS_OF(float x) { int b; memcpy(&b, &x, 4); return b; }
+static inline float FLOAT_OF(int b) { float x; memcpy(&x, &b, 4); return x; }
+template <class T> static inline T atomicMax(T* p, T v) { T old = *p; if (v > old) *p = v; return old; }
+template <class T> static inline T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
+template <class T> static inline T atomicExch(T* p, T v) { T old = *p; *p = v; return old; }
+"""
+
+
+def imported(d: Dialect, text: str) -> str:
+    """What ``T.import_source`` takes: ``text`` behind the names it uses."""
+    return (_CPU if d.cpu else _GPU) + text
+
+
+def call(d: Dialect, name: str, *args: Any) -> Any:
+    """A statement that calls an imported function, by all threads of the block."""
+    T = d.T
+    return T.evaluate(T.call_extern("int32", name, *args))
