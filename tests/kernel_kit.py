@@ -5,6 +5,7 @@ An operator is tried as its torch reference, as its kernel on TileLang's CPU tar
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from functools import cache
@@ -16,6 +17,11 @@ import torch
 
 from deepinfer.kernels.toolchain import SM90A, KernelStore, Program
 from deepinfer.kernels.toolchain.lowering import Lowered, lower, on_cpu
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("tilelang") is None or importlib.util.find_spec("cuda") is None,
+    reason="kernels are compiled by TileLang and NVRTC: pip install 'deepinfer[cuda]'",
+)
 
 PLACES = ["reference", "c", pytest.param("cuda", marks=pytest.mark.gpu)]
 KERNEL_PLACES = PLACES[1:]

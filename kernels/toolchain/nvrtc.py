@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 from deepinfer.errors import KernelBuildError
 
+_HEADERS = re.compile(r"^#include <(tl_templates/[\w/.]+)>$", re.MULTILINE)
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _STATIC = re.compile(r"(\d+) bytes smem")
@@ -26,30 +28,58 @@ class Resources:
     static_shared: int
 
 
+def _packages(name: str) -> list[Path]:
+    """Folders of the package ``name``, which is not imported; none if it is not installed."""
+    spec = importlib.util.find_spec(name)
+    return [Path(p) for p in (spec.submodule_search_locations or ())] if spec is not None else []
+
+
 @cache
 def _include_options() -> tuple[str, ...]:
-    import nvidia
-    import tilelang
-
-    roots = [Path(p) for p in nvidia.__path__]
-    headers = next((r / "cu13" / "include" for r in roots if (r / "cu13" / "include" / "cuda_runtime.h").exists()), None)
+    headers = next((r / "cu13" / "include" for r in _packages("nvidia") if (r / "cu13" / "include" / "cuda_runtime.h").exists()), None)
     if headers is None:
-        raise KernelBuildError("the headers of CUDA are not installed; `pip install 'deepinfer[cuda]'`")
-    base = Path(tilelang.__path__[0])
-    places = [headers, headers / "cccl", base / "src", base / "3rdparty" / "cutlass" / "include"]
+        raise KernelBuildError("the headers of CUDA 13 (nvidia-cuda-runtime) are not installed; `pip install 'deepinfer[cuda]'`")
+    if not (headers / "cccl" / "cuda" / "std" / "utility").exists():
+        raise KernelBuildError("the headers of CUDA's C++ library (nvidia-cuda-cccl) are not installed; `pip install 'deepinfer[cuda]'`")
+    templates = _packages("tilelang")
+    if not templates:
+        raise KernelBuildError("the headers of TileLang are not installed; `pip install 'deepinfer[cuda]'`")
+    places = [headers, headers / "cccl", templates[0] / "src", templates[0] / "3rdparty" / "cutlass" / "include"]
     return tuple(f"-I{p}" for p in places)
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()  # the library itself is looked for at the first call
+    except (ImportError, RuntimeError):
+        raise KernelBuildError("NVRTC is not installed; `pip install 'deepinfer[cuda]'`") from None
+    return nvrtc
+
+
+@cache
+def compiler() -> str:
+    """The compiler's name and version. Raises ``KernelBuildError`` if there is none."""
+    nvrtc = _nvrtc()
+    major, minor = nvrtc.nvrtcVersion()[1:]
+    return f"NVRTC {major}.{minor}"
 
 
 def compile_source(source: str, name: str, arch: str) -> tuple[bytes, Resources]:
     """Machine code (ELF) of ``source`` and what it takes. Products and sums are not contracted: a formula has the same bits in every
-    kernel. Raises ``KernelBuildError`` with the first line of the compiler's complaint."""
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError:
-        raise KernelBuildError("NVRTC is not installed; `pip install 'deepinfer[cuda]'`") from None
-    options = [f"--gpu-architecture={arch}", "-default-device", "--fmad=false", "--std=c++17", "--ptxas-options=-v", *_include_options()]
-    text = "#include <tl_templates/cuda/nvrtc_std.h>\n" + source
-    program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
+    kernel. Raises ``KernelBuildError`` with the first line of the compiler's complaint.
+
+    Most of the code's bytes are names of constants in the headers, which the compiler keeps although nothing uses them; they compress
+    well. The headers are read once a process (``-pch``), which changes no bit of the code.
+    """
+    nvrtc = _nvrtc()
+    options = [
+        f"--gpu-architecture={arch}", "-default-device", "--fmad=false", "--std=c++17", "--ptxas-options=-v", "-pch", *_include_options(),
+    ]  # fmt: skip
+    headers = ["tl_templates/cuda/nvrtc_std.h", *_HEADERS.findall(source)]  # first of all: what comes before them is read each time
+    text = "".join(f"#include <{header}>\n" for header in headers) + source
+    program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text.encode(), b"kernel", 0, [], []))
     try:
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         size = _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
@@ -74,8 +104,9 @@ def _checked(nvrtc: Any, answer: tuple[Any, ...]) -> Any:
 
 
 def _resources(log: str) -> Resources:
-    used, spills, static = _USED.search(log), _SPILLS.search(log), _STATIC.search(log)
-    if used is None or spills is None:
+    used, spills, static = _USED.findall(log), _SPILLS.findall(log), _STATIC.findall(log)
+    if not used or not spills:
         raise KernelBuildError(f"NVRTC does not say what the kernel uses: {log[:200]!r}")
-    stack, stores, loads = (int(x) for x in spills.groups())
-    return Resources(int(used[1]), stack, stores, loads, int(static[1]) if static else 0)
+    # One line each for the kernel and for every function that is called and not inlined.
+    stack, stores, loads = ([int(line[i]) for line in spills] for i in range(3))
+    return Resources(max(map(int, used)), max(stack), sum(stores), sum(loads), max(map(int, static), default=0))

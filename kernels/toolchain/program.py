@@ -17,8 +17,9 @@ SM90A = "sm_90a"
 TILELANG = "0.1.15"
 """The only version that kernels are lowered with: another one may give other bits."""
 
-_FORMAT = 1  # of what is stored beside the machine code
+_FORMAT = 2  # of what is stored beside the machine code
 _KERNELS = Path(__file__).parent.parent
+_TOOLS = ("toolchain/dialect.py", "toolchain/lowering.py", "toolchain/nvrtc.py")
 
 Constant = int | float | str | bool
 
@@ -60,7 +61,7 @@ class Program:
     def digest(self, arch: str) -> str:
         """Hex name under which its machine code is stored: everything that the code follows from."""
         h = hashlib.sha256(f"{_FORMAT} {TILELANG} {arch} {self.name} {sorted(self.passes)}".encode())
-        for path in sorted({f"{self.op}/cuda.py", "toolchain/dialect.py", "toolchain/lowering.py", *self.uses}):
+        for path in sorted({f"{self.op}/cuda.py", *_TOOLS, *self.uses}):
             h.update(path.encode() + b"\0" + (_KERNELS / path).read_bytes() + b"\0")
         return h.hexdigest()[:40]
 

@@ -59,3 +59,6 @@ SMOLLM2_135M = ModelShape(hidden=576, heads=9, kv_heads=3, head_dim=64, intermed
 SMOLLM2_1_7B = ModelShape(hidden=2048, heads=32, kv_heads=32, head_dim=64, intermediate=8192, vocab=49152)
 LLAMA_8B = ModelShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
 QWEN3_8B = ModelShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, qk_norm=True)
+
+NAMED = {"smollm2-135m": SMOLLM2_135M, "smollm2-1.7b": SMOLLM2_1_7B, "llama-8b": LLAMA_8B, "qwen3-8b": QWEN3_8B}
+"""Shapes that every operator's kernels are compiled for before a change is taken."""

@@ -1,15 +1,23 @@
 """Compiled kernels on disk: built once on a machine (or beforehand, without a GPU), read at every later start.
 
 One file a kernel, named by everything its code follows from (``Program.digest``): a line of JSON with what a launch must know, then the
-machine code. Files appear whole by renaming, so several processes may share a folder; a damaged file is built anew.
+machine code, compressed. Files appear whole by renaming, so several processes may share a folder; a damaged file is built anew.
+
+What is loaded runs on the GPU with this process's data, so a file counts only if it belongs to this user or to root and nobody else may
+write it; the folder may be anyone's, since a file is judged by itself and names what it was made from. Others are built anew, with one
+warning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
+import warnings
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,18 +27,23 @@ from pathlib import Path
 from deepinfer.errors import KernelBuildError
 
 from .lowering import Lowered, lower
-from .nvrtc import Resources, compile_source
+from .nvrtc import Resources, compile_source, compiler
 from .program import SM90A, Program
 
 FOLDER_SWITCH = "DEEPINFER_KERNEL_CACHE"
 
+MOST_SHARED = 227 * 1024
+"""Bytes of shared memory that a block may have on the architecture kernels are compiled for."""
+
 
 @dataclass(frozen=True)
 class StoredKernel:
-    """Machine code and what a launch must know (see ``lowering.Lowered``)."""
+    """Machine code and what a launch must know (see ``lowering.Lowered``); ``digest`` says what it was made from, ``compiler`` by what."""
 
     name: str
     arch: str
+    digest: str
+    compiler: str
     entry: str
     args: tuple[tuple[str, str], ...]
     places: tuple[int, ...]
@@ -39,18 +52,27 @@ class StoredKernel:
     resources: Resources
     code: bytes
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: dynamic and static."""
+        return self.shared + self.resources.static_shared
+
     def packed(self) -> bytes:
         """The file's bytes."""
         head = asdict(self)
         del head["code"]
         head["sha256"] = hashlib.sha256(self.code).hexdigest()
-        return json.dumps(head).encode() + b"\n" + self.code
+        return json.dumps(head).encode() + b"\n" + zlib.compress(self.code)
 
     @classmethod
     def unpacked(cls, data: bytes) -> StoredKernel:
         """From a file's bytes. Raises ``ValueError`` if they are damaged."""
-        line, _, code = data.partition(b"\n")
+        line, _, packed = data.partition(b"\n")
         head = json.loads(line)
+        try:
+            code = zlib.decompress(packed)
+        except zlib.error as e:
+            raise ValueError(f"damaged: {e}") from e
         if not isinstance(head, dict) or hashlib.sha256(code).hexdigest() != head.pop("sha256", None):
             raise ValueError("damaged")
         try:
@@ -63,18 +85,33 @@ class StoredKernel:
 
 
 class KernelStore:
-    """Kernels in ``folder``, which is made when the first one is built."""
+    """Kernels in ``folder``, which is made when the first one is built.
+
+    Attributes:
+        refused: files that are there and not used, with the reason.
+        unwritten: why the last kernel could not be kept, if it could not.
+    """
 
     def __init__(self, folder: Path, arch: str = SM90A) -> None:
         self.folder, self.arch = folder, arch
+        self.refused: dict[Path, str] = {}
+        self.unwritten: str | None = None
 
     def find(self, program: Program) -> StoredKernel | None:
-        """The kernel if it has been built."""
+        """The kernel if it has been built, and by somebody who may decide what runs here."""
+        digest = program.digest(self.arch)
+        path = self._path(digest)
         try:
-            found = StoredKernel.unpacked(self._path(program).read_bytes())
+            with open(path, "rb") as file:
+                reason = distrust(os.fstat(file.fileno()))
+                found = None if reason else StoredKernel.unpacked(file.read())
         except (OSError, ValueError):
             return None
-        return found if found.name == program.name and found.arch == self.arch else None
+        if reason is not None:
+            if not self.refused:
+                warnings.warn(f"kernels in {self.folder} are not used and built anew: {path.name} {reason}", RuntimeWarning, stacklevel=3)
+            self.refused[path] = reason
+        return found if found is not None and (found.name, found.arch, found.digest) == (program.name, self.arch, digest) else None
 
     def build(self, program: Program) -> StoredKernel:
         """Lowers and compiles ``program`` and keeps it. Raises ``KernelBuildError``, also for a kernel that spills registers."""
@@ -132,24 +169,65 @@ class KernelStore:
             raise KernelBuildError(
                 f"{program.name} spills {resources.spill_stores} + {resources.spill_loads} bytes of registers on {self.arch}"
             )
+        shared = lowered.shared + resources.static_shared
+        if shared > MOST_SHARED:
+            raise KernelBuildError(
+                f"{program.name} wants {shared} bytes of shared memory, a block may have {MOST_SHARED}; make tiles smaller"
+            )
+        digest = program.digest(self.arch)
         kernel = StoredKernel(
-            program.name, self.arch, lowered.entry, lowered.args, lowered.places, lowered.threads, lowered.shared, resources, code
+            program.name,
+            self.arch,
+            digest,
+            compiler(),
+            lowered.entry,
+            lowered.args,
+            lowered.places,
+            lowered.threads,
+            lowered.shared,
+            resources,
+            code,
         )
-        self._write(self._path(program), kernel.packed())
+        try:
+            self._write(self._path(digest), kernel.packed())
+        except OSError as e:
+            self._not_kept(e)
         return kernel
 
-    def _path(self, program: Program) -> Path:
-        return self.folder / f"{program.digest(self.arch)}.kernel"
+    def _path(self, digest: str) -> Path:
+        return self.folder / f"{digest}.kernel"
 
     def _write(self, path: Path, data: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
             with os.fdopen(handle, "wb") as file:
+                os.fchmod(file.fileno(), 0o644)  # others may read it, whatever this user's mask says
                 file.write(data)
             os.replace(temporary, path)
-        except OSError:
-            pass  # a folder that cannot be written costs time at the next start, not this one
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _not_kept(self, error: OSError) -> None:
+        """A folder that cannot be written costs time at the next start, not this one."""
+        if self.unwritten is None:
+            warnings.warn(
+                f"compiled kernels cannot be kept and the next start builds them again: {error}; set {FOLDER_SWITCH} to a folder of yours",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self.unwritten = str(error)
+
+
+def distrust(status: os.stat_result) -> str | None:
+    """Why a file of that status is not loaded; None if it is (see the module's text)."""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}, who is neither this one nor root"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
 
 
 def total_bytes(kernels: Iterable[StoredKernel]) -> int:

@@ -13,9 +13,11 @@ import pytest
 from cli.running import COMMAND, environment, run
 from deepinfer.cli.app import COMMANDS
 from deepinfer.cli.bench import KINDS
+from deepinfer.cli.kernels import KINDS as KERNELS
 from deepinfer.cli.kvstore import KINDS as KVSTORE
 
 EVERY = [(c,) for c in COMMANDS] + [("bench", k) for k in KINDS] + [("kvstore", k) for k in KVSTORE]
+EVERY += [("kernels", k) for k in KERNELS]
 
 
 def assert_one_line(result: subprocess.CompletedProcess[bytes], says: str, code: int = 2) -> None:
@@ -46,7 +48,7 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
     assert f"deepinfer {' '.join(command)}" in text.splitlines()[0]
     if command != ("bench", "scheduler"):  # its own file says what it prints
         assert "examples:\n  " in text
-    if command not in (("chat",), ("serve",), ("bench",), ("kvstore",)):
+    if command not in (("chat",), ("serve",), ("bench",), ("kvstore",), ("kernels",)):
         assert "--json" in text
     assert "exit codes:" in text
 
@@ -79,6 +81,10 @@ def test_the_installed_command_is_this_one() -> None:
         (("generate", "--model", "m", "--num-kv-blocks", "4", "--gpu-memory-utilization", "0.5", "hello"), "give one of them"),
         (("chat", "--model", "m", "--top-p", "0"), "top_p"),
         (("bench", "throughput", "--model", "m", "--num-prompts", "0"), "--num-prompts"),
+        (("kernels", "build", "--shape", "tiny"), "use one of smollm2-135m"),
+        (("kernels", "check", "--arch", "sm_80"), "use sm_90a"),
+        (("kernels", "build", "--shape", "llama-8b", "--jobs", "0"), "--jobs 0 must be at least 1"),
+        (("kernels", "list", "--model", "missing"), "missing"),
         (("bench", "scheduler", "--num-seqs", "99999999999"), "above 65536"),
         (("bench", "throughput", "--model", "m", "--input-len", "4", "--shared-prefix-len", "5"), "--shared-prefix-len"),
         (("batch", "--model", "m", "missing.jsonl", "out.jsonl"), "missing.jsonl"),

@@ -22,6 +22,7 @@ COMMANDS = {
     "top": "watch a server in the terminal: requests, tokens, KV, times",
     "bench": "measure this machine: throughput, latency, or the scheduler alone",
     "kvstore": "run and look after the KV store that outlives engines",
+    "kernels": "list, build and check the kernels for GPUs, without one",
     "plan": "show how large a model is and what fits a machine, without its weights",
     "make-checkpoint": "write a random DeepSeek-V4.1 checkpoint in the released format",
     "doctor": "show the hardware, the libraries, the optional parts and the environment switches",

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from deepinfer.engine.fit import Machine, fit
     from deepinfer.models.sizes import read_sizes
 
-    sizes = read_sizes(_config(args.model), getattr(torch, args.dtype), args.block_size)
+    sizes = read_sizes(config_of(args.model), getattr(torch, args.dtype), args.block_size)
     machine = found = None
     if args.gpus or args.host_gb is not None:
         machine = Machine(args.gpus, gpu_bytes, host_bytes, args.kv_memory_fraction)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     return console.EXIT_OK
 
 
-def _config(model: str) -> dict[str, Any]:
+def config_of(model: str) -> dict[str, Any]:
     """Fields of the configuration that ``model`` names."""
     from pathlib import Path
 

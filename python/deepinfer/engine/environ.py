@@ -152,6 +152,8 @@ SWITCHES: tuple[Switch, ...] = (
         "a key that clients of `deepinfer serve` must send, and that `deepinfer top` sends",
         secret=True,
     ),
+    # Read where kernels are stored, which knows no engine.
+    Switch("DEEPINFER_KERNEL_CACHE", "folder", str, None, "where compiled kernels are kept; unset = deepinfer/kernels in the cache folder"),
     Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),
 )
 _BY_NAME = {s.name: s for s in SWITCHES}

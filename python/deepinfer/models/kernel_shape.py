@@ -1,0 +1,24 @@
+"""What the kernels of a model follow from, read from its configuration: for building them before the model is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import UnsupportedModelError
+from ..kernels.toolchain.shapes import ModelShape
+from .llama.forward import LlamaModel
+from .llama.topology import read_topology
+from .registry import architecture_of, resolve_architecture
+
+
+def read_kernel_shape(config: Mapping[str, Any], dtype: str = "bfloat16", page_tokens: int = 64) -> ModelShape:
+    """Sizes that kernels of the model ``config`` are made for, run in ``dtype`` with KV blocks of ``page_tokens``.
+
+    Raises ``UnsupportedModelError`` for a family that has none, ``UnsupportedConfigError`` as loading the model would.
+    """
+    architecture = architecture_of(config)
+    if not issubclass(resolve_architecture(architecture), LlamaModel):
+        raise UnsupportedModelError(f"architecture {architecture!r} runs on torch's operators alone: there are no kernels to build for it")
+    t = read_topology(config, architecture)
+    return ModelShape(t.hidden, t.heads, t.kv_heads, t.head_dim, t.intermediate, t.vocab, page_tokens, dtype, t.qk_norm)
