@@ -1,0 +1,271 @@
+"""Paged attention on a GPU: the same arithmetic for decoding rows, drafts and prompts.
+
+A *unit* is up to ``64 // group`` consecutive rows of one sequence with the query heads of one KV head: 64 rows of a matrix product. A block
+walks the unit's 64-key tiles; every ``SEGMENT`` keys, counted from position 0, it closes a partial result (maximum, sum, weighted values)
+and adds it to the total, in the order of the segments. With few units the segments of one unit go to several blocks, which leave their
+partial results in memory, and a second kernel adds them up in the same order with the same operations: so the bits of a row depend
+neither on how its segments were spread nor on which rows stand beside it. Keys a row does not see have weight exactly zero.
+
+Formula: softmax(q k^T * scale) v with the maximum taken out (Milakov & Gimelshein 2018), weights rounded to the run dtype before the product
+with v, sums of the unrounded weights.
+"""
+
+from typing import Any
+
+from ..toolchain import Dialect, Program, shape_config
+
+KEYS = 64
+"""Keys of a tile."""
+
+ROWS = 64
+"""Rows of a unit: tokens times query heads of a KV head."""
+
+SEGMENT = 256
+"""Keys of a partial result. Part of what the bits mean."""
+
+_LOWEST = -1e30  # below every score; finite, so that a row that sees nothing of a tile makes no NaN
+
+PASSES = (("tl.disable_safe_memory_legalize", True), ("tl.disable_tma_lower", True))
+
+
+def unit_tokens(heads: int, kv_heads: int) -> int:
+    """Most rows of a step in one unit."""
+    return max(1, ROWS // (heads // kv_heads))
+
+
+def paged_attention(
+    d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, splits: int, stages: int, dtype: str
+) -> Any:
+    """One block for each (unit, KV head, split). ``splits`` = 1 writes ``out``; more leave partial results of every segment.
+
+    ``window``: a row sees the last so many positions; 0 = all. ``position`` are those of the rows, ascending within a unit; rows
+    ``unit_first … unit_first + unit_count - 1`` belong to row ``unit_table`` of ``table``. A unit of 0 rows is skipped.
+    ``part_value`` ``[rows, heads, segments, head_dim]`` and ``part_scale`` ``[2, rows, heads, segments]`` (maximum, sum) are float32.
+    """
+    T = d.T
+    group = heads // kv_heads
+    tokens = ROWS // group
+    per_segment = SEGMENT // KEYS
+    copies = max(1, KEYS // page_tokens)
+    chunk = min(KEYS, page_tokens)
+    total_rows, pages, tables, width, units, part_rows, segments = (
+        T.dynamic(n) for n in ("total_rows", "pages", "tables", "width", "units", "part_rows", "segments")
+    )
+
+    @T.macro
+    def fetch(source, target, table, row, tile, head, stage):
+        for n in T.unroll(copies):
+            column = T.min((tile * KEYS + n * chunk) // page_tokens, width - 1)
+            start = tile * KEYS % page_tokens if copies == 1 else 0
+            T.async_copy(source[table[row, column], start : start + chunk, head, :], target[stage, n * chunk : (n + 1) * chunk, :])
+
+    @T.prim_func
+    def paged_attention(
+        q: T.Tensor((total_rows, heads, head_dim), dtype),
+        k: T.Tensor((pages, page_tokens, kv_heads, head_dim), dtype),
+        v: T.Tensor((pages, page_tokens, kv_heads, head_dim), dtype),
+        table: T.Tensor((tables, width), "int32"),
+        position: T.Tensor((total_rows,), "int64"),
+        unit_first: T.Tensor((units,), "int32"),
+        unit_count: T.Tensor((units,), "int32"),
+        unit_table: T.Tensor((units,), "int64"),
+        out: T.Tensor((total_rows, heads, head_dim), dtype),
+        part_value: T.Tensor((part_rows, heads, segments, head_dim), "float32"),
+        part_scale: T.Tensor((2, part_rows, heads, segments), "float32"),
+        log2_scale: T.float32,
+    ):
+        with T.Kernel(units, kv_heads, splits, threads=128) as (unit, head, split):
+            q_s = T.alloc_shared((ROWS, head_dim), dtype)
+            k_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
+            v_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
+            score = T.alloc_fragment((ROWS, KEYS), "float32")
+            weight = T.alloc_fragment((ROWS, KEYS), dtype)
+            part = T.alloc_fragment((ROWS, head_dim), "float32")
+            part_top = T.alloc_fragment((ROWS,), "float32")
+            part_sum = T.alloc_fragment((ROWS,), "float32")
+            newer = T.alloc_fragment((ROWS,), "float32")
+            share = T.alloc_fragment((ROWS,), "float32")
+            keep = T.alloc_fragment((ROWS,), "float32")
+            seen = T.alloc_fragment((ROWS,), "int32")
+            if splits == 1:
+                total = T.alloc_fragment((ROWS, head_dim), "float32")
+                top = T.alloc_fragment((ROWS,), "float32")
+                total_sum = T.alloc_fragment((ROWS,), "float32")
+                take = T.alloc_fragment((ROWS,), "float32")
+            first = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            row = T.alloc_var("int64")
+            last = T.alloc_var("int32")
+            base = T.alloc_var("int32")
+            tiles = T.alloc_var("int32")
+            here = T.alloc_var("int32")
+            tile = T.alloc_var("int32")
+            ahead = T.alloc_var("int32")
+
+            first = unit_first[unit]
+            count = unit_count[unit]
+            if count > 0:
+                row = unit_table[unit]
+                last = T.cast(position[first + count - 1], "int32")
+                base = 0
+                if window > 0:
+                    base = T.max(T.cast(position[first], "int32") - (window - 1), 0) // SEGMENT
+                tiles = last // KEYS + 1 - base * per_segment
+                # tiles of this split: whole segments base + split, base + split + splits, …, the last one perhaps short
+                here = (T.ceildiv(tiles, per_segment) - split + splits - 1) // splits * per_segment
+                if (T.ceildiv(tiles, per_segment) - 1) % splits == split:
+                    here = here - (T.ceildiv(tiles, per_segment) * per_segment - tiles)
+                for i in T.Parallel(ROWS):
+                    seen[i] = T.cast(position[first + T.min(i // group, count - 1)], "int32")
+                for n in T.unroll(stages - 1):
+                    if n < here:
+                        fetch(k, k_s, table, row, (base + split + n // per_segment * splits) * per_segment + n % per_segment, head, n)
+                        fetch(v, v_s, table, row, (base + split + n // per_segment * splits) * per_segment + n % per_segment, head, n)
+                    else:
+                        for _ in T.unroll(2 * copies):
+                            T.ptx_commit_group()
+                for i, j in T.Parallel(ROWS, head_dim):
+                    q_s[i, j] = q[first + T.min(i // group, count - 1), head * group + i % group, j]
+                if splits == 1:
+                    T.fill(total, 0)
+                    T.fill(total_sum, 0)
+                    T.fill(top, _LOWEST)
+                T.fill(part, 0)
+                T.fill(part_sum, 0)
+                T.fill(part_top, _LOWEST)
+                for n in T.serial(here):
+                    tile = (base + split + n // per_segment * splits) * per_segment + n % per_segment
+                    ahead = n + stages - 1
+                    if ahead < here:
+                        fetch(
+                            k, k_s, table, row,
+                            (base + split + ahead // per_segment * splits) * per_segment + ahead % per_segment, head, ahead % stages,
+                        )  # fmt: skip
+                        fetch(
+                            v, v_s, table, row,
+                            (base + split + ahead // per_segment * splits) * per_segment + ahead % per_segment, head, ahead % stages,
+                        )  # fmt: skip
+                    else:
+                        for _ in T.unroll(2 * copies):
+                            T.ptx_commit_group()
+                    T.ptx_wait_group((2 * stages - 1) * copies)
+                    T.sync_threads()
+                    T.clear(score)
+                    T.gemm(q_s, k_s[n % stages, :, :], score, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                    for i, j in T.Parallel(ROWS, KEYS):
+                        if window > 0:
+                            score[i, j] = T.if_then_else(
+                                tile * KEYS + j <= seen[i] and tile * KEYS + j > seen[i] - window, score[i, j] * log2_scale, _LOWEST
+                            )
+                        else:
+                            score[i, j] = T.if_then_else(tile * KEYS + j <= seen[i], score[i, j] * log2_scale, _LOWEST)
+                    T.reduce_max(score, newer, dim=1, clear=True)
+                    for i in T.Parallel(ROWS):
+                        newer[i] = T.max(newer[i], part_top[i])
+                        keep[i] = T.exp2(part_top[i] - newer[i])
+                        part_top[i] = newer[i]
+                    for i, j in T.Parallel(ROWS, KEYS):
+                        score[i, j] = T.exp2(score[i, j] - part_top[i])
+                    T.reduce_sum(score, share, dim=1)
+                    for i in T.Parallel(ROWS):
+                        part_sum[i] = part_sum[i] * keep[i] + share[i]
+                    T.copy(score, weight)
+                    for i, j in T.Parallel(ROWS, head_dim):
+                        part[i, j] = part[i, j] * keep[i]
+                    T.ptx_wait_group((2 * stages - 2) * copies)
+                    T.sync_threads()
+                    if last < tile * KEYS + KEYS - 1:
+                        # what lies behind the newest key may be anything, and zero times NaN is NaN
+                        for i, j in T.Parallel(KEYS, head_dim):
+                            v_s[n % stages, i, j] = T.if_then_else(
+                                tile * KEYS + i > last, T.cast(0, dtype), v_s[n % stages, i, j]
+                            )
+                        T.sync_threads()
+                    T.gemm(weight, v_s[n % stages, :, :], part, policy=T.GemmWarpPolicy.FullRow)
+                    T.sync_threads()
+                    if n % per_segment == per_segment - 1 or n == here - 1:
+                        if splits > 1:
+                            for i, j in T.Parallel(ROWS, head_dim):
+                                if i < T.min(count, tokens) * group:
+                                    part_value[first + i // group, head * group + i % group, tile // per_segment, j] = part[i, j]
+                            for i in T.Parallel(ROWS):
+                                if i < T.min(count, tokens) * group:
+                                    part_scale[0, first + i // group, head * group + i % group, tile // per_segment] = part_top[i]
+                                    part_scale[1, first + i // group, head * group + i % group, tile // per_segment] = part_sum[i]
+                        else:
+                            for i in T.Parallel(ROWS):
+                                newer[i] = T.max(top[i], part_top[i])
+                                keep[i] = T.exp2(top[i] - newer[i])
+                                take[i] = T.exp2(part_top[i] - newer[i])
+                                top[i] = newer[i]
+                                total_sum[i] = total_sum[i] * keep[i] + part_sum[i] * take[i]
+                            for i, j in T.Parallel(ROWS, head_dim):
+                                total[i, j] = total[i, j] * keep[i] + part[i, j] * take[i]
+                        for i in T.Parallel(ROWS):
+                            part_sum[i] = 0
+                            part_top[i] = _LOWEST
+                        T.fill(part, 0)
+                if splits == 1:
+                    for i, j in T.Parallel(ROWS, head_dim):
+                        if i < T.min(count, tokens) * group:
+                            # adding 0 turns -0 into 0, of which empty tiles might have made either
+                            out[first + i // group, head * group + i % group, j] = T.cast(total[i, j] / total_sum[i] + 0.0, dtype)
+
+    return paged_attention
+
+
+def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str) -> Any:
+    """The total of a row's partial results, segment by segment, as ``paged_attention`` with one split has it in registers."""
+    T = d.T
+    total_rows, part_rows, segments = (T.dynamic(n) for n in ("total_rows", "part_rows", "segments"))
+
+    @T.prim_func
+    def add_segments(
+        part_value: T.Tensor((part_rows, heads, segments, head_dim), "float32"),
+        part_scale: T.Tensor((2, part_rows, heads, segments), "float32"),
+        position: T.Tensor((total_rows,), "int64"),
+        out: T.Tensor((total_rows, heads, head_dim), dtype),
+    ):
+        with T.Kernel(total_rows, heads, threads=head_dim) as (row, head):
+            total = T.alloc_fragment((head_dim,), "float32")
+            top = T.alloc_var("float32")
+            newer = T.alloc_var("float32")
+            total_sum = T.alloc_var("float32")
+            keep = T.alloc_var("float32")
+            take = T.alloc_var("float32")
+            last = T.alloc_var("int32")
+            base = T.alloc_var("int32")
+            last = T.cast(position[row], "int32")
+            base = 0
+            if window > 0:
+                base = T.max(last - (window - 1), 0) // SEGMENT
+            top = _LOWEST
+            total_sum = 0.0
+            T.fill(total, 0)
+            for n in T.serial(last // SEGMENT + 1 - base):
+                newer = T.max(top, part_scale[0, row, head, base + n])
+                keep = T.exp2(top - newer)
+                take = T.exp2(part_scale[0, row, head, base + n] - newer)
+                top = newer
+                total_sum = total_sum * keep + part_scale[1, row, head, base + n] * take
+                for j in T.Parallel(head_dim):
+                    total[j] = total[j] * keep + part_value[row, head, base + n, j] * take
+            for j in T.Parallel(head_dim):
+                out[row, head, j] = T.cast(total[j] / total_sum + 0.0, dtype)
+
+    return add_segments
+
+
+def attention_programs(
+    heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, dtype: str, splits: int = 8
+) -> tuple[Program, Program, Program]:
+    """The kernels of one kind of layer: one split, ``splits`` splits, and what adds the latter up."""
+
+    def attention(count: int) -> Program:
+        constants = shape_config(
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, window=window, splits=count, stages=2, dtype=dtype
+        )
+        return Program("paged_attention", "paged_attention", constants, passes=PASSES)
+
+    adding = shape_config(heads=heads, head_dim=head_dim, window=window, dtype=dtype)
+    return attention(1), attention(splits), Program("paged_attention", "add_segments", adding, passes=PASSES)
