@@ -10,9 +10,21 @@ Formula: softmax(q k^T * scale) v with the maximum taken out (Milakov & Gimelshe
 with v, sums of the unrounded weights.
 """
 
+# Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
+from deepinfer.platforms import to_device
+
 from ..toolchain import Dialect, Program, shape_config
+from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_previous
+from ..toolchain.loading import require
+from ..toolchain.shapes import run_dtype
 
 KEYS = 64
 """Keys of a tile."""
@@ -74,7 +86,7 @@ def paged_attention(
         part_scale: T.Tensor((2, part_rows, heads, segments), "float32"),
         log2_scale: T.float32,
     ):
-        with T.Kernel(units, kv_heads, splits, threads=128) as (unit, head, split):
+        with T.Kernel(units, kv_heads, splits, threads=128, prelude=prelude(d)) as (unit, head, split):
             q_s = T.alloc_shared((ROWS, head_dim), dtype)
             k_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
             v_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
@@ -102,6 +114,8 @@ def paged_attention(
             tile = T.alloc_var("int32")
             ahead = T.alloc_var("int32")
 
+            let_next_start(d)
+            wait_for_previous(d)
             first = unit_first[unit]
             count = unit_count[unit]
             if count > 0:
@@ -177,9 +191,7 @@ def paged_attention(
                     if last < tile * KEYS + KEYS - 1:
                         # what lies behind the newest key may be anything, and zero times NaN is NaN
                         for i, j in T.Parallel(KEYS, head_dim):
-                            v_s[n % stages, i, j] = T.if_then_else(
-                                tile * KEYS + i > last, T.cast(0, dtype), v_s[n % stages, i, j]
-                            )
+                            v_s[n % stages, i, j] = T.if_then_else(tile * KEYS + i > last, T.cast(0, dtype), v_s[n % stages, i, j])
                         T.sync_threads()
                     T.gemm(weight, v_s[n % stages, :, :], part, policy=T.GemmWarpPolicy.FullRow)
                     T.sync_threads()
@@ -226,7 +238,7 @@ def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str)
         position: T.Tensor((total_rows,), "int64"),
         out: T.Tensor((total_rows, heads, head_dim), dtype),
     ):
-        with T.Kernel(total_rows, heads, threads=head_dim) as (row, head):
+        with T.Kernel(total_rows, heads, threads=head_dim, prelude=prelude(d)) as (row, head):
             total = T.alloc_fragment((head_dim,), "float32")
             top = T.alloc_var("float32")
             newer = T.alloc_var("float32")
@@ -235,6 +247,8 @@ def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str)
             take = T.alloc_var("float32")
             last = T.alloc_var("int32")
             base = T.alloc_var("int32")
+            let_next_start(d)
+            wait_for_previous(d)
             last = T.cast(position[row], "int32")
             base = 0
             if window > 0:
@@ -265,7 +279,112 @@ def attention_programs(
         constants = shape_config(
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, window=window, splits=count, stages=2, dtype=dtype
         )
-        return Program("paged_attention", "paged_attention", constants, passes=PASSES)
+        return Program("paged_attention", "paged_attention", constants, uses=(FILE,), passes=PASSES)
 
     adding = shape_config(heads=heads, head_dim=head_dim, window=window, dtype=dtype)
-    return attention(1), attention(splits), Program("paged_attention", "add_segments", adding, passes=PASSES)
+    return attention(1), attention(splits), Program("paged_attention", "add_segments", adding, uses=(FILE,), passes=PASSES)
+
+
+SPLITS = 8
+"""Blocks that share the segments of a unit where there are few units."""
+
+SPLIT_ROWS = 16
+"""Most rows of a step whose segments are shared out: with more, units fill the GPU by themselves."""
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Units:
+    """A step's rows as ``PagedAttention`` works on them; all on the device, made once a step.
+
+    ``table`` int32 ``[*, W]`` pages of sequences; ``position`` int64 ``[T]`` of the rows; ``first``, ``count`` int32 ``[U]`` and ``row``
+    int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``. ``rows``: how many rows the
+    units have at most, known on the host.
+    """
+
+    table: torch.Tensor
+    position: torch.Tensor
+    first: torch.Tensor
+    count: torch.Tensor
+    row: torch.Tensor
+    rows: int
+
+
+def one_row_units(table: torch.Tensor, position: torch.Tensor, row: torch.Tensor) -> Units:
+    """Each row by itself: ``position`` and ``row`` int64 ``[R]``."""
+    rows = position.shape[0]
+    first = torch.arange(rows, dtype=torch.int32, device=position.device)
+    return Units(table, position, first, torch.ones_like(first), row, rows)
+
+
+def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int], tokens: int) -> Units:
+    """Units of at most ``tokens`` rows of sequences whose rows are ``cu_q[i] … cu_q[i + 1] - 1``; sequence ``i`` is row ``i`` of ``table``."""
+    borders = np.asarray(cu_q, np.int64)
+    counts = np.diff(borders)
+    pieces = -(-counts // tokens)
+    row = np.repeat(np.arange(len(counts)), pieces)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = borders[row] + nth * tokens
+    count = np.minimum(tokens, borders[row + 1] - first)
+    order = np.argsort(-nth, kind="stable")  # those that see most keys begin first
+    packed = torch.from_numpy(np.stack((first, count, row))[:, order])
+    on_device = to_device(packed, position.device)
+    return Units(table, position, on_device[0].int(), on_device[1].int(), on_device[2], int(borders[-1]))
+
+
+class Scratch:
+    """Room for partial results of ``SPLIT_ROWS`` rows of sequences of up to ``max_tokens`` tokens."""
+
+    def __init__(self, heads: int, head_dim: int, max_tokens: int, device: torch.device) -> None:
+        segments = -(-max_tokens // SEGMENT)
+        self.value = torch.empty((SPLIT_ROWS, heads, segments, head_dim), dtype=torch.float32, device=device)
+        self.scale = torch.empty((2, SPLIT_ROWS, heads, segments), dtype=torch.float32, device=device)
+
+
+class PagedAttention:
+    """Attention of one kind of layer over pages of ``page_tokens`` tokens, on a GPU.
+
+    Args:
+        heads, kv_heads, head_dim: of the layer; ``window`` sees the last so many positions, ``None`` = all.
+        max_tokens: longest sequence.
+        scratch: where partial results go, shared by all layers of a model.
+        programmatic: see ``driver.Kernel``.
+
+    Raises ``KernelBuildError`` if a kernel cannot be had.
+    """
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int | None, dtype: torch.dtype, device: torch.device,
+        scratch: Scratch,
+    ) -> None:  # fmt: skip
+        programs = attention_programs(heads, kv_heads, head_dim, page_tokens, window or 0, run_dtype(dtype))
+        self._whole, self._split, self._add = require(programs, device, after=True)
+        self._shape = (heads, head_dim)
+        self._kv_heads = kv_heads
+        self._scale = head_dim**-0.5 * _LOG2_E
+        self._scratch = scratch
+        self.tokens = unit_tokens(heads, kv_heads)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: Units, out: torch.Tensor) -> None:
+        """``q`` ``[R, heads, head_dim]`` → ``out``, the same shape; ``k``, ``v`` ``[pages, page_tokens, kv_heads, head_dim]`` hold the rows'
+        own entries. Rows that are in no unit are not written. Allocates nothing."""
+        count = units.first.shape[0]
+        common = (q, k, v, units.table, units.position, units.first, units.count, units.row)
+        if units.rows > SPLIT_ROWS:
+            self._whole.launch((count, self._kv_heads), *common, out, self._scale, count, units.table.shape[1])
+            return
+        value, scale = self._scratch.value, self._scratch.scale
+        segments = scale.shape[-1]
+        self._split.launch(
+            (count, self._kv_heads, min(SPLITS, segments)),
+            *common,
+            value,
+            scale,
+            self._scale,
+            SPLIT_ROWS,
+            segments,
+            count,
+            units.table.shape[1],
+        )
+        self._add.launch((units.rows, self._shape[0]), value, scale, units.position, out, SPLIT_ROWS, segments, units.position.shape[0])
