@@ -6,8 +6,8 @@ and adds it to the total, in the order of the segments. With few units the segme
 partial results in memory, and a second kernel adds them up in the same order with the same operations: so the bits of a row depend
 neither on how its segments were spread nor on which rows stand beside it. Keys a row does not see have weight exactly zero.
 
-Formula: softmax(q k^T * scale) v with the maximum taken out (Milakov & Gimelshein 2018), weights rounded to the run dtype before the product
-with v, sums of the unrounded weights.
+Formula: softmax(q k^T * scale) v with the maximum taken out (Milakov & Gimelshein 2018), weights rounded to the run dtype before the
+product with v, sums of the unrounded weights.
 """
 
 # Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
@@ -319,7 +319,7 @@ def one_row_units(table: torch.Tensor, position: torch.Tensor, row: torch.Tensor
 
 
 def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int], tokens: int) -> Units:
-    """Units of at most ``tokens`` rows of sequences whose rows are ``cu_q[i] … cu_q[i + 1] - 1``; sequence ``i`` is row ``i`` of ``table``."""
+    """Units of at most ``tokens`` rows; rows ``cu_q[i] … cu_q[i + 1] - 1`` are those of row ``i`` of ``table``."""
     borders = np.asarray(cu_q, np.int64)
     counts = np.diff(borders)
     pieces = -(-counts // tokens)
@@ -367,8 +367,8 @@ class PagedAttention:
         self.tokens = unit_tokens(heads, kv_heads)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: Units, out: torch.Tensor) -> None:
-        """``q`` ``[R, heads, head_dim]`` → ``out``, the same shape; ``k``, ``v`` ``[pages, page_tokens, kv_heads, head_dim]`` hold the rows'
-        own entries. Rows that are in no unit are not written. Allocates nothing."""
+        """``q`` ``[R, heads, head_dim]`` → ``out``, the same shape; ``k``, ``v`` ``[pages, page_tokens, kv_heads, head_dim]`` hold the
+        rows' own entries. Rows that are in no unit are not written. Allocates nothing."""
         count = units.first.shape[0]
         common = (q, k, v, units.table, units.position, units.first, units.count, units.row)
         if units.rows > SPLIT_ROWS:
@@ -376,15 +376,6 @@ class PagedAttention:
             return
         value, scale = self._scratch.value, self._scratch.scale
         segments = scale.shape[-1]
-        self._split.launch(
-            (count, self._kv_heads, min(SPLITS, segments)),
-            *common,
-            value,
-            scale,
-            self._scale,
-            SPLIT_ROWS,
-            segments,
-            count,
-            units.table.shape[1],
-        )
+        splits, width = min(SPLITS, segments), units.table.shape[1]
+        self._split.launch((count, self._kv_heads, splits), *common, value, scale, self._scale, SPLIT_ROWS, segments, count, width)
         self._add.launch((units.rows, self._shape[0]), value, scale, units.position, out, SPLIT_ROWS, segments, units.position.shape[0])
