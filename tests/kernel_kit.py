@@ -53,6 +53,23 @@ def cpu_kernel(program: Program) -> Callable[..., Any]:
     return on_cpu(program)
 
 
+class OnCpu:
+    """A kernel of the CPU target, launched as one on a GPU is; compiled when first launched."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def launch(self, grid: tuple[int, ...], *args: torch.Tensor | int | float) -> None:
+        """Launches; numbers of dynamic shapes, which tensors tell there, are dropped."""
+        call = cpu_kernel(self._program)
+        call(*args[: len(call.prim_func.params)])  # type: ignore[attr-defined]
+
+
+def kernels_at(place: str, programs: list[Program]) -> list[OnCpu] | None:
+    """What an operator takes as ``kernels``: stand-ins on the CPU target; on a GPU it loads its own."""
+    return [OnCpu(p) for p in programs] if place == "c" else None
+
+
 def lowered(program: Program) -> Lowered:
     """CUDA source of ``program``."""
     need_tilelang()

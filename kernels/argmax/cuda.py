@@ -5,13 +5,16 @@ depend on the order in which it is taken. So neither chunks nor the order of arr
 << 32 | vocabulary − 1 − index; where the type is narrow and the chunk short enough, both fit in 32 bits within a block.
 """
 
-from __future__ import annotations
+# Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
 
+from collections.abc import Sequence
 from typing import Any
 
-from ..toolchain import Dialect, Program, shape_config
-from ..toolchain.imported import FILE, call, imported
-from ..toolchain.shapes import ModelShape
+import torch
+
+from ..toolchain import Dialect, ModelShape, Program, device_code, imported, shape_config
+from ..toolchain.driver import Launchable
+from ..toolchain.loading import require
 
 NOTHING = -(2**63)
 """What the scratch words ``keys`` hold between launches: below the key of any value."""
@@ -50,7 +53,7 @@ def argmax(d: Dialect, vocab: int, chunk: int, threads: int, dtype: str) -> Any:
     spare = {"bfloat16": 16, "float16": 13, "float32": 0}[dtype]  # low bits of a value's order that are always 0
     within = chunk <= 1 << spare
     word = "int32" if within else "int64"
-    text = imported(d, _IMPORTED)
+    text = imported.prelude(d, _IMPORTED)
 
     @T.prim_func
     def argmax(
@@ -60,12 +63,13 @@ def argmax(d: Dialect, vocab: int, chunk: int, threads: int, dtype: str) -> Any:
         index: T.Tensor((rows,), "int32"),
         value: T.Tensor((rows,), "float32"),
     ):
-        with T.Kernel(chunks, rows, threads=threads) as (part, row):
-            T.import_source(text)
+        with T.Kernel(chunks, rows, threads=threads, prelude=text) as (part, row):
             values = d.acc((chunk,), stored)
             key = d.acc((chunk,), word)
             best = d.acc((1,), word)
             found = T.alloc_local((1,), "int64")
+            device_code.let_next_start(d)
+            device_code.wait_for_previous(d)
             for i in d.par(chunk):
                 values[i] = T.if_then_else(part * chunk + i < vocab, x[row, part * chunk + i], T.cast(0, stored))
             for i in d.par(chunk):
@@ -87,19 +91,56 @@ def argmax(d: Dialect, vocab: int, chunk: int, threads: int, dtype: str) -> Any:
             else:
                 found[0] = best[0]
             places = [T.address_of(t[row]) for t in (keys, arrived, index, value)]
-            call(d, "argmax_merge", *places, found[0], chunks, vocab)
+            imported.call(d, "argmax_merge", *places, found[0], chunks, vocab)
 
     return argmax
 
 
-def programs(vocab: int, dtype: str) -> list[Program]:
-    """The kernels of one width and type: for few rows, for many."""
-    return [
-        Program("argmax", "argmax", shape_config(vocab=vocab, chunk=chunk, threads=256, dtype=dtype), uses=(FILE,))
-        for chunk in (FEW_CHUNK, MANY_CHUNK)
-    ]
+class Argmax:
+    """``reference.argmax`` on a GPU, for logits of one width and type.
+
+    Args:
+        vocab: width of a row.
+        dtype: bfloat16, float16 or float32.
+        max_rows: most rows of a call.
+        device: where it runs; one stream at a time, the scratch is its own.
+        after: see ``driver.Kernel``.
+        kernels: those of ``programs``, loaded elsewhere.
+
+    Raises ``KernelBuildError`` if there are no such kernels.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        dtype: torch.dtype,
+        max_rows: int,
+        device: torch.device,
+        after: bool = True,
+        kernels: Sequence[Launchable] | None = None,
+    ) -> None:
+        if kernels is None:
+            kernels = require(self.programs(vocab, str(dtype).removeprefix("torch.")), device, after)
+        self._few, self._many = kernels
+        self._vocab, self.max_rows = vocab, max_rows
+        self._keys = torch.full((max_rows,), NOTHING, dtype=torch.int64, device=device)
+        self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def programs(vocab: int, dtype: str) -> list[Program]:
+        """What it launches: for few rows, for many."""
+        return [
+            Program("argmax", "argmax", shape_config(vocab=vocab, chunk=chunk, threads=256, dtype=dtype), imported.FILES)
+            for chunk in (FEW_CHUNK, MANY_CHUNK)
+        ]
+
+    def __call__(self, x: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
+        """Writes ``index`` int32 ``[R]`` and ``value`` float32 ``[R]``, the largest of each row of ``x`` ``[R, vocab]``; all contiguous."""
+        if rows := x.shape[0]:
+            kernel, chunk = (self._few, FEW_CHUNK) if rows <= FEW_ROWS else (self._many, MANY_CHUNK)
+            kernel.launch((-(-self._vocab // chunk), rows), x, self._keys, self._arrived, index, value, rows)
 
 
 def programs_for(shape: ModelShape) -> list[Program]:
-    """The kernels of a model: its head's own output, and logits that were edited in float32."""
-    return programs(shape.vocab, shape.dtype) + programs(shape.vocab, "float32")
+    """For a model's own logits, and for those that were edited in float32."""
+    return Argmax.programs(shape.vocab, shape.dtype) + Argmax.programs(shape.vocab, "float32")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -55,6 +55,13 @@ def _check(code: int, what: str) -> None:
         name = ctypes.c_char_p()
         _library().cuGetErrorName(code, ctypes.byref(name))
         raise KernelBuildError(f"{what}: {(name.value or b'error').decode()} ({code})")
+
+
+class Launchable(Protocol):
+    """What operators launch; tests put kernels of the CPU target in its place."""
+
+    def launch(self, grid: tuple[int, ...], *args: torch.Tensor | int | float) -> None:
+        """See ``Kernel.launch``."""
 
 
 class Kernel:

@@ -2,16 +2,18 @@
 
 A text uses ``DEVICE`` for a function (which must return ``int``), ``THREAD`` and ``THREADS`` for loops over the threads of a block,
 ``SYNC()`` between them, ``SHARED`` for memory of a block, and CUDA's atomic functions of 32- and 64-bit integers. On the CPU target a
-block has one thread. Programs whose kernels import a text name this file in ``uses``.
+block has one thread.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from . import device_code
 from .dialect import Dialect
 
-FILE = "toolchain/imported.py"
+FILES = ("toolchain/imported.py", device_code.FILE)
+"""For ``Program.uses`` of every kernel that imports a text."""
 
 _GPU = """
 #define DEVICE extern "C" __device__ __forceinline__
@@ -45,9 +47,9 @@ template <class T> static inline T atomicExch(T* p, T v) { T old = *p; *p = v; r
 """
 
 
-def imported(d: Dialect, text: str) -> str:
-    """What ``T.import_source`` takes: ``text`` behind the names it uses."""
-    return (_CPU if d.cpu else _GPU) + text
+def prelude(d: Dialect, functions: str) -> str:
+    """What ``T.Kernel`` is given as ``prelude``: ``functions`` behind the names they use, and all of ``device_code``."""
+    return (_CPU if d.cpu else f"{device_code.prelude(d)}{_GPU}") + functions
 
 
 def call(d: Dialect, name: str, *args: Any) -> Any:

@@ -10,38 +10,48 @@ import pytest
 import torch
 
 from deepinfer.kernels.argmax import argmax
-from deepinfer.kernels.argmax.cuda import FEW_ROWS, NOTHING, programs, programs_for
-from deepinfer.kernels.argmax.operator import Argmax
-from deepinfer.kernels.toolchain import KernelStore
+from deepinfer.kernels.argmax.cuda import FEW_ROWS, NOTHING, Argmax, programs_for
+from deepinfer.kernels.toolchain import Program
 from deepinfer.kernels.toolchain.shapes import QWEN3_8B
-from kernels_kit import FORMS, as_stored, device_of, kernels_on
+from kernel_kit import (
+    KERNEL_PLACES,
+    PLACES,
+    check_machine_code,
+    device_of,
+    kept_as,
+    kernels_at,
+    narrowest_access,
+    read_before_waiting,
+    replayed,
+)
 
 MOST = 300
-DTYPES = ["bfloat16", "float16", "float32"]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 INF, NAN = float("inf"), float("nan")
 
 Form = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @cache
-def made(form: str, vocab: int, dtype: str) -> Form:
-    """Index and value of rows in one form of the operator."""
-    if form == "reference":
+def made(place: str, vocab: int, dtype: torch.dtype) -> Form:
+    """Index and value of rows in one place."""
+    if place == "reference":
         return lambda x: (argmax(x), x.float().max(-1).values)
-    device = device_of(form)
-    operator = Argmax(vocab, MOST, *kernels_on(form, programs(vocab, dtype)), device)
+    device = device_of(place)
+    kernels = kernels_at(place, Argmax.programs(vocab, str(dtype).removeprefix("torch.")))
+    operator = Argmax(vocab, dtype, MOST, device, kernels=kernels)
 
     def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         index = torch.full((len(x),), -7, dtype=torch.int32, device=device)
         value = torch.full((len(x),), -7.0, device=device)
-        operator(as_stored(x, form), index, value)
+        operator(x.to(device, kept_as(place, dtype)).contiguous(), index, value)
         assert (operator._keys == NOTHING).all() and (operator._arrived == 0).all()
         return index.cpu(), value.cpu()
 
     return run
 
 
-def hard_rows(vocab: int, dtype: str, seed: int = 0) -> torch.Tensor:
+def hard_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Rows with few values, many ties, both zeros, infinities and NaN of both signs."""
     g = torch.Generator().manual_seed(seed)
     some = torch.tensor([0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, -NAN, 1e-30, -1e-30, 65504.0, 6e-8, -6e-8])
@@ -57,15 +67,15 @@ def hard_rows(vocab: int, dtype: str, seed: int = 0) -> torch.Tensor:
         row = torch.full((vocab,), -INF)
         row[at] = -65504.0
         rows.append(row)
-    return torch.stack(rows).to(getattr(torch, dtype))
+    return torch.stack(rows).to(dtype)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 1000, 8193])
-def test_hard_rows(form: str, vocab: int, dtype: str) -> None:
+def test_hard_rows(place: str, vocab: int, dtype: torch.dtype) -> None:
     x = hard_rows(vocab, dtype)
-    index, value = made(form, vocab, dtype)(x)
+    index, value = made(place, vocab, dtype)(x)
     assert index.dtype == torch.int32
     wanted = torch.argmax(x.float(), -1)
     assert index.tolist() == wanted.tolist()
@@ -73,13 +83,13 @@ def test_hard_rows(form: str, vocab: int, dtype: str) -> None:
     torch.testing.assert_close(value, x.float().gather(1, wanted[:, None])[:, 0], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("place", KERNEL_PLACES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_depend_on_the_batch(form: str, dtype: str) -> None:
+def test_rows_do_not_depend_on_the_batch(place: str, dtype: torch.dtype) -> None:
     vocab = 9001
     g = torch.Generator().manual_seed(3)
-    x = (torch.randn(MOST, vocab, generator=g) * 2).to(getattr(torch, dtype))
-    run = made(form, vocab, dtype)
+    x = (torch.randn(MOST, vocab, generator=g) * 2).to(dtype)
+    run = made(place, vocab, dtype)
     index, value = run(x)
     assert index.tolist() == torch.argmax(x.float(), -1).tolist()
     for rows in (1, 2, FEW_ROWS, FEW_ROWS + 1, 64, 256):
@@ -92,36 +102,33 @@ def test_rows_do_not_depend_on_the_batch(form: str, dtype: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [2, 31, 4096, 12345, 49152, 128256, 151936, 50257])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_whole_vocabularies_on_a_gpu(vocab: int, dtype: str) -> None:
+def test_whole_vocabularies_on_a_gpu(vocab: int, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(vocab)
-    x = (torch.randn(256, vocab, generator=g) * 3).to(getattr(torch, dtype))
+    x = (torch.randn(256, vocab, generator=g) * 3).to(dtype)
     x[7] = -INF
     x[8] = 0
     x[9, 5] = x[9, -1] = INF
-    run = made("gpu", vocab, dtype)
+    run = made("cuda", vocab, dtype)
     for rows in (1, 64, 256):
         assert run(x[:rows])[0].tolist() == torch.argmax(x[:rows].float(), -1).tolist()
 
 
 @pytest.mark.gpu
-def test_replays_in_a_graph_with_other_logits() -> None:
+@pytest.mark.parametrize("after", [False, True])
+def test_replays_in_a_graph_with_other_logits(after: bool) -> None:
     device, vocab, rows = torch.device("cuda"), 49152, 64
-    operator = Argmax(vocab, rows, *kernels_on("gpu", programs(vocab, "bfloat16")), device)
+    operator = Argmax(vocab, torch.bfloat16, rows, device, after)
     x = torch.randn(rows, vocab, device=device, dtype=torch.bfloat16)
-    index = torch.zeros(rows, dtype=torch.int32, device=device)
-    value = torch.zeros(rows, device=device)
-    operator(x, index, value)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        operator(x, index, value)
+    index, value = torch.zeros(rows, dtype=torch.int32, device=device), torch.zeros(rows, device=device)
+    replay = replayed(lambda: operator(x, index, value))
     for _ in range(20):
         x.copy_(torch.randn(rows, vocab, device=device).mul_(2))
-        graph.replay()
+        replay()
         assert torch.equal(index, torch.argmax(x.float(), -1).int())
 
 
-def test_compiles_without_spills(tmp_path: Path) -> None:
-    pytest.importorskip("tilelang", reason="TileLang is not installed")
-    for program, kernel in KernelStore(tmp_path).get_all(programs_for(QWEN3_8B)).items():
-        assert not isinstance(kernel, Exception), f"{program.name}: {kernel}"
-        assert kernel.resources.registers <= 128, "several blocks fit on a multiprocessor"
+@pytest.mark.parametrize("program", programs_for(QWEN3_8B), ids=lambda p: p.name)
+def test_machine_code(program: Program, tmp_path: Path) -> None:
+    check_machine_code(program, tmp_path)
+    assert read_before_waiting(program) == set()
+    assert narrowest_access(program, "x") == 16
