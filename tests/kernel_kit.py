@@ -70,8 +70,9 @@ def kernels_at(place: str, programs: list[Program]) -> list[OnCpu] | None:
     return [OnCpu(p) for p in programs] if place == "c" else None
 
 
+@cache
 def lowered(program: Program) -> Lowered:
-    """CUDA source of ``program``."""
+    """CUDA source of ``program``, made once in a run."""
     need_tilelang()
     return lower(program, SM90A)
 

@@ -62,9 +62,26 @@ def wait_for_previous(d: Dialect) -> Any:
     return None if d.cpu else d.T.pdl_sync()
 
 
-def lanes_sum(d: Dialect, width: int, x: Any) -> Any:
-    """Sum of ``x`` over ``width`` neighbouring lanes of a warp; not for the CPU target."""
-    return d.T.call_extern("float32", f"lanes_sum<{width}>", x)
+def lanes_sum(d: Dialect, groups: int, lanes: int) -> Any:
+    """Gives ``add(part, total)``: ``total[g, l]`` becomes the sum over ``part[g]`` ``[groups, lanes]`` for every ``l``. ``lanes`` is a
+    power of two up to 32; neighbouring threads hold them."""
+    T = d.T
+
+    @T.macro
+    def on_cpu(part: Any, total: Any) -> None:
+        for g in T.serial(groups):
+            total[g, 0] = part[g, 0]
+            for i in T.serial(1, lanes):
+                total[g, 0] += part[g, i]
+            for i in T.serial(1, lanes):
+                total[g, i] = total[g, 0]
+
+    @T.macro
+    def on_gpu(part: Any, total: Any) -> None:
+        for g, i in T.Parallel(groups, lanes):
+            total[g, i] = T.call_extern("float32", f"lanes_sum<{lanes}>", part[g, i])
+
+    return on_cpu if d.cpu else on_gpu
 
 
 def block_sum(d: Dialect, threads: int) -> Any:
