@@ -8,10 +8,16 @@ compares the two before either is used in the other's place, so that which one r
 
 # Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
 
+from collections.abc import Sequence
 from typing import Any
 
-from ..toolchain import Dialect, Program, shape_config
+import torch
+import torch.nn.functional as F
+
+from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_previous
+from ..toolchain.loading import require
+from ..toolchain.shapes import run_dtype
 
 _BYTES_AHEAD = 24 * 1024
 """Of weights a block has under way: three such blocks of a multiprocessor keep memory busy."""
@@ -97,3 +103,99 @@ def few_rows_program(in_features: int, tokens: int, tile: int, dtype: str, ahead
     stages = min(in_features // chunk, max(2, ahead // (tile * chunk * 2))) + 1
     constants = shape_config(in_features=in_features, tokens=tokens, tile=tile, chunk=chunk, stages=stages, dtype=dtype)
     return Program("linear", "few_rows", constants, (FILE,))
+
+
+_TOKENS = (8, 16, 32, 64)
+"""Rows of a block, one kernel each."""
+
+
+def _tile(tokens: int, in_features: int) -> int:
+    return 32 if tokens == 64 else 16
+
+
+class FewRows:
+    """The kernels for inputs of ``in_features`` channels: ``x @ weight.T`` of up to ``most`` rows.
+
+    Raises ``KernelBuildError`` if one cannot be had.
+    """
+
+    def __init__(self, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        programs = self.programs(in_features, run_dtype(dtype))
+        self._kernels = dict(zip(_TOKENS, require(programs, device, after=True), strict=True))
+        self._tiles = {tokens: _tile(tokens, in_features) for tokens in _TOKENS}
+
+    @staticmethod
+    def programs(in_features: int, dtype: str) -> list[Program]:
+        """What it launches."""
+        return [few_rows_program(in_features, tokens, _tile(tokens, in_features), dtype) for tokens in _TOKENS]
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """``x`` ``[R, in]``, ``weight`` ``[out, in]`` with ``out`` a multiple of 32, ``out`` ``[R, out]``; all contiguous."""
+        rows, width = out.shape
+        tokens = next((t for t in _TOKENS if rows <= t), _TOKENS[-1])
+        grid = (width // self._tiles[tokens], -(-rows // tokens))
+        self._kernels[tokens].launch(grid, x, weight, out, rows, width)
+
+
+class Projection:
+    """One weight ``[out, in]`` with optional bias, run by whichever form is fastest at a number of rows that has the same bits.
+
+    ``few`` is used up to ``few_up_to`` rows; 0 = never.
+    """
+
+    __slots__ = ("bias", "few", "few_up_to", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, few: FewRows | None = None, few_up_to: int = 0) -> None:
+        self.weight, self.bias = weight, bias
+        self.few, self.few_up_to = few, few_up_to
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` ``[R, in]`` → ``[R, out]``."""
+        if self.few is None or x.shape[0] > self.few_up_to:
+            return F.linear(x, self.weight, self.bias)
+        out = x.new_empty((x.shape[0], self.weight.shape[0]))
+        self.few(x, self.weight, out)
+        return out
+
+
+def agreeing_rows(projections: Sequence[Projection], candidates: Sequence[int]) -> list[int]:
+    """Which numbers of rows give every row the bits it has among the most rows of all: for all ``projections``, ascending.
+
+    Compares every row of random inputs, bit by bit. A kernel for few rows that differs from the library is switched off (``few_up_to``)
+    before the library's own form is compared. The largest candidate is the definition and always agrees.
+    """
+    agreed = sorted(set(candidates))
+    seen: dict[tuple[int, int, bool], tuple[list[int], int]] = {}
+    for projection in projections:
+        weight = projection.weight
+        key = (weight.shape[0], weight.shape[1], projection.bias is not None)
+        if key not in seen:
+            seen[key] = _agreeing(projection, sorted(set(candidates)))
+        rows, projection.few_up_to = seen[key][0], min(projection.few_up_to, seen[key][1])
+        agreed = [r for r in agreed if r in rows]
+    return agreed
+
+
+def _agreeing(projection: Projection, candidates: list[int]) -> tuple[list[int], int]:
+    """Agreeing candidates, and up to how many rows the kernel for few agrees."""
+    weight = projection.weight
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(candidates[-1], weight.shape[1], generator=generator).to(device=weight.device, dtype=weight.dtype)
+    whole = F.linear(probe, weight, projection.bias)
+    few_up_to = 0
+    if projection.few is not None:
+        for rows in [r for r in candidates if r <= projection.few_up_to]:
+            if not torch.equal(projection(probe[:rows].contiguous()), whole[:rows]):
+                break
+            few_up_to = rows
+    found = []
+    for rows in candidates:
+        if rows <= few_up_to or torch.equal(F.linear(probe[:rows].contiguous(), weight, projection.bias), whole[:rows]):
+            found.append(rows)
+    return found, few_up_to
+
+
+def programs_for(shape: ModelShape) -> list[Program]:
+    """What a model of ``shape`` launches."""
+    widths = dict.fromkeys((shape.hidden, shape.q_size, shape.intermediate))
+    return [program for width in widths for program in FewRows.programs(width, shape.dtype)]

@@ -21,7 +21,7 @@ import torch
 
 from deepinfer.platforms import to_device
 
-from ..toolchain import Dialect, Program, shape_config
+from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_previous
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
@@ -328,18 +328,28 @@ def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int],
     first = borders[row] + nth * tokens
     count = np.minimum(tokens, borders[row + 1] - first)
     order = np.argsort(-nth, kind="stable")  # those that see most keys begin first
-    packed = torch.from_numpy(np.stack((first, count, row))[:, order])
+    packed = torch.from_numpy(np.stack((first[order], count[order], row[order])))
     on_device = to_device(packed, position.device)
     return Units(table, position, on_device[0].int(), on_device[1].int(), on_device[2], int(borders[-1]))
 
 
 class Scratch:
-    """Room for partial results of ``SPLIT_ROWS`` rows of sequences of up to ``max_tokens`` tokens."""
+    """Room for partial results of ``SPLIT_ROWS`` rows, shared by the layers of a model, as long as the longest sequence so far."""
 
-    def __init__(self, heads: int, head_dim: int, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, heads: int, head_dim: int, device: torch.device) -> None:
+        self._heads, self._head_dim, self._device = heads, head_dim, device
+        self.reserve(SEGMENT)
+
+    def reserve(self, max_tokens: int) -> None:
+        """Makes room for sequences of ``max_tokens`` tokens. What is captured keeps the room it has: reserve the longest before."""
         segments = -(-max_tokens // SEGMENT)
-        self.value = torch.empty((SPLIT_ROWS, heads, segments, head_dim), dtype=torch.float32, device=device)
-        self.scale = torch.empty((2, SPLIT_ROWS, heads, segments), dtype=torch.float32, device=device)
+        self.value = torch.empty((SPLIT_ROWS, self._heads, segments, self._head_dim), dtype=torch.float32, device=self._device)
+        self.scale = torch.empty((2, SPLIT_ROWS, self._heads, segments), dtype=torch.float32, device=self._device)
+
+    @property
+    def segments(self) -> int:
+        """Segments of a sequence there is room for."""
+        return self.scale.shape[-1]
 
 
 class PagedAttention:
@@ -347,9 +357,7 @@ class PagedAttention:
 
     Args:
         heads, kv_heads, head_dim: of the layer; ``window`` sees the last so many positions, ``None`` = all.
-        max_tokens: longest sequence.
-        scratch: where partial results go, shared by all layers of a model.
-        programmatic: see ``driver.Kernel``.
+        scratch: where partial results go.
 
     Raises ``KernelBuildError`` if a kernel cannot be had.
     """
@@ -374,8 +382,15 @@ class PagedAttention:
         if units.rows > SPLIT_ROWS:
             self._whole.launch((count, self._kv_heads), *common, out, self._scale, count, units.table.shape[1])
             return
-        value, scale = self._scratch.value, self._scratch.scale
-        segments = scale.shape[-1]
-        splits, width = min(SPLITS, segments), units.table.shape[1]
+        width = units.table.shape[1]
+        if self._scratch.segments * SEGMENT < width * k.shape[1]:
+            self._scratch.reserve(width * k.shape[1])
+        value, scale, segments = self._scratch.value, self._scratch.scale, self._scratch.segments
+        splits = min(SPLITS, segments)
         self._split.launch((count, self._kv_heads, splits), *common, value, scale, self._scale, SPLIT_ROWS, segments, count, width)
         self._add.launch((units.rows, self._shape[0]), value, scale, units.position, out, SPLIT_ROWS, segments, units.position.shape[0])
+
+
+def programs_for(shape: ModelShape) -> list[Program]:
+    """What a model of ``shape`` launches."""
+    return list(attention_programs(shape.heads, shape.kv_heads, shape.head_dim, shape.page_tokens, 0, shape.dtype))
