@@ -19,9 +19,11 @@ _missing: dict[str, str] = {}
 
 def load(programs: Sequence[Program], device: torch.device, after: bool = False, store: KernelStore | None = None) -> list[Kernel] | None:
     """``programs`` on ``device``, in their order; ``None`` if one of them cannot be had: the operator then stays with its reference, which
-    is said once in a warning and kept for ``missing_kernels``. ``after``: see ``Kernel``. Builds what is not in the store, with a
-    progress bar on terminals."""
-    found = (store or default_store()).get_all(programs, _Progress())
+    is said once in a warning and kept for ``missing_kernels``, in the store also for `deepinfer doctor`. ``after``: see ``Kernel``. Builds
+    what is not in the store, with a progress bar on terminals."""
+    store = store or default_store()
+    op = programs[0].op
+    found = store.get_all(programs, _Progress())
     try:
         kernels = []
         for program in programs:
@@ -30,11 +32,12 @@ def load(programs: Sequence[Program], device: torch.device, after: bool = False,
                 raise kept
             kernels.append(Kernel(kept, device, after))
     except KernelBuildError as e:
-        op = programs[0].op
         if op not in _missing:
             warnings.warn(f"operator {op} runs on its slow reference form on {device}: {e}", RuntimeWarning, stacklevel=2)
         _missing[op] = str(e)
+        store.note_failure(op, str(e))
         return None
+    store.note_failure(op, None)
     return kernels
 
 

@@ -32,6 +32,8 @@ from .program import SM90A, Program
 
 FOLDER_SWITCH = "DEEPINFER_KERNEL_CACHE"
 
+_KERNEL, _FAILED = ".kernel", ".failed"
+
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a block may have on the architecture kernels are compiled for."""
 
@@ -84,6 +86,15 @@ class StoredKernel:
             raise ValueError(f"damaged: {e}") from e
 
 
+@dataclass(frozen=True)
+class Census:
+    """Kernels in a folder, the bytes of their files, and files that are not used (see ``distrust``)."""
+
+    kept: int
+    nbytes: int
+    refused: int
+
+
 class KernelStore:
     """Kernels in ``folder``, which is made when the first one is built.
 
@@ -112,6 +123,36 @@ class KernelStore:
                 warnings.warn(f"kernels in {self.folder} are not used and built anew: {path.name} {reason}", RuntimeWarning, stacklevel=3)
             self.refused[path] = reason
         return found if found is not None and (found.name, found.arch, found.digest) == (program.name, self.arch, digest) else None
+
+    def census(self) -> Census:
+        """What lies in the folder, of any program."""
+        kept = refused = nbytes = 0
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self.folder):
+                if entry.name.endswith(_KERNEL) and not entry.name.startswith("."):
+                    status = entry.stat()
+                    if distrust(status):
+                        refused += 1
+                    else:
+                        kept, nbytes = kept + 1, nbytes + status.st_size
+        return Census(kept, nbytes, refused)
+
+    def note_failure(self, op: str, reason: str | None) -> None:
+        """Keeps why the kernels of an operator could not be had, for people who look later; ``None``: they could, after all."""
+        path = self.folder / f"{op}{_FAILED}"
+        with contextlib.suppress(OSError):
+            if reason is not None:
+                self._write(path, reason.encode())
+            elif path.exists():
+                path.unlink()
+
+    def failures(self) -> dict[str, str]:
+        """Operators whose kernels could not be had at the last try of any process that uses this folder, and why."""
+        found = {}
+        with contextlib.suppress(OSError):
+            for path in sorted(self.folder.glob(f"*{_FAILED}")):
+                found[path.name.removesuffix(_FAILED)] = path.read_bytes()[:4096].decode(errors="replace")
+        return found
 
     def build(self, program: Program) -> StoredKernel:
         """Lowers and compiles ``program`` and keeps it. Raises ``KernelBuildError``, also for a kernel that spills registers."""
@@ -195,7 +236,7 @@ class KernelStore:
         return kernel
 
     def _path(self, digest: str) -> Path:
-        return self.folder / f"{digest}.kernel"
+        return self.folder / f"{digest}{_KERNEL}"
 
     def _write(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

