@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepinfer.platforms.cuda import CudaPlatform
-from deepinfer.worker.sync_guard import configure
+from deepinfer.worker import graphs
+from deepinfer.worker.sync_guard import configure, forbid_device_sync
 from deepinfer.worker.sync_rules import is_made_of_others
 
 _aten = torch.ops.aten
@@ -40,6 +41,31 @@ class FakeEvent(torch.cuda.Event):
         """Milliseconds; reading them needs both events passed."""
         self.synchronize()
         return 1.0
+
+
+class FakeRecorder:
+    """CUDA graphs of work that computes nothing: recording checks that it never waits, a replay is counted.
+
+    Attributes:
+        replays: replays so far, of all recorders.
+    """
+
+    replays = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Nothing to prepare."""
+        yield
+
+    def record(self, work: graphs.Work) -> graphs.Replay:
+        """See `deepinfer.worker.graphs.Recorder`."""
+        work()
+        with forbid_device_sync():
+            work()
+        return self._replay
+
+    def _replay(self) -> None:
+        FakeRecorder.replays += 1
 
 
 class FakeCuda(TorchDispatchMode):
@@ -131,6 +157,7 @@ class FakeCuda(TorchDispatchMode):
 
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "Event", FakeEvent),
+    (graphs, "recorder_for", lambda _device: FakeRecorder()),
     (CudaPlatform, "count", staticmethod(lambda: 1)),
     (CudaPlatform, "describe", lambda _self: "a fake GPU"),
     (CudaPlatform, "prepare", lambda _self, _threads: None),

@@ -146,7 +146,7 @@ class Bench:
             a["cu_q"][i : i + 2] = row, row + count
             a["seq_len"][i], a["state_row"][i] = end, run.slot
             row, longest, run.done = row + count, max(longest, end), end
-        values: dict[str, Any] = dict.fromkeys(Header.__dataclass_fields__, 0)
+        values: dict[str, Any] = dict.fromkeys(Header._fields, 0)
         header = Header(**{**values, "rows": row, "seqs": len(work), "max_len": longest, "max_q": max(c for _, c in work)})
         counts = self.places.describe(slot, header)
         slot.upload()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import threading
 import time
@@ -17,7 +16,8 @@ import deepinfer.engine.assembly as assembly_module
 from deepinfer.engine.engine import Engine
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.device_queue import DeviceQueue, StepTimes, Ticket, Work, make_queue
-from engine_kit import Answer, collect, generate, make_engine, random_prompts, request, same_bits, tiny_checkpoint
+from engine_kit import collect, generate, make_engine, random_prompts, request, same_bits, tiny_checkpoint
+from play_kit import play, same_play
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=-1, ignore_eos=True)
 
@@ -155,46 +155,6 @@ def test_the_hosts_part_is_hidden_until_it_is_the_longer_one(device: str) -> Non
 # Sameness
 
 
-def play(engine: Engine, seed: int) -> dict[tuple[str, int], Answer]:
-    """Random arrivals, aborts and stops by what has been seen, which is the same whatever is in flight."""
-    rng = random.Random(seed)
-    lengths = [rng.randint(1, 40) for _ in range(14)]
-    prompts = random_prompts(lengths, seed)
-    answers: dict[tuple[str, int], Answer] = {}
-    waiting = list(range(14))
-    stops = {f"r{i}": rng.randint(1, 20) for i in range(0, 14, 4)}
-    aborts = {f"r{i}": rng.randint(1, 10) for i in range(1, 14, 5)}
-    steps = 0
-    while waiting or engine.has_unfinished():
-        if waiting and steps % 2 == 0:
-            i = waiting.pop(0)
-            p = SamplingParams(
-                temperature=(0.0, 0.9)[i % 2],
-                seed=i,
-                n=2 if i % 6 == 5 else 1,
-                max_tokens=30 + i % 5 * 8,
-                logprobs=2,
-                presence_penalty=0.5 if i % 3 == 2 else 0.0,
-            )
-            engine.add_request(request(f"r{i}", prompts[i], p, eos_ids=(3,), stream=i % 2 == 0, priority=i % 3))
-        steps += 1
-        for d in engine.step():
-            a = answers.setdefault((d.request_id, d.index), Answer())
-            assert a.finish is None
-            a.tokens += d.new_token_ids
-            a.logprobs += d.logprobs or []
-            a.finish = d.finish_reason
-            if d.finish_reason is None and len(a.tokens) >= stops.get(d.request_id, 1 << 30):
-                engine.stop_at(d.request_id, d.index, stops[d.request_id])
-                a.finish = "cut"
-            if d.finish_reason is None and len(a.tokens) >= aborts.get(d.request_id, 1 << 30):
-                engine.abort(d.request_id)
-                for key in [k for k in answers if k[0] == d.request_id]:
-                    answers[key].finish = answers[key].finish or "gone"
-                aborts.pop(d.request_id)
-    return answers
-
-
 @pytest.mark.parametrize("seeds", [3, pytest.param(12, marks=pytest.mark.nightly)])
 def test_the_same_tokens_under_aborts_stops_forks_and_preemption(device: str, seeds: int) -> None:
     assert sum(same_either_way(seed, device) for seed in range(seeds)) > 0, "the pool was meant to be too small"
@@ -213,15 +173,7 @@ def same_either_way(seed: int, device: str) -> int:
             counts = engine.core_counts()
             assert not counts["groups"][0]["held"] and not counts["slots"]["held"] and not engine.has_unfinished()
             assert engine._core.check() is None
-    serial, overlapped = found
-    assert serial.keys() == overlapped.keys()
-    for key, want in serial.items():
-        got = overlapped[key]
-        if want.finish == "gone":  # how far an aborted one came is a matter of time
-            n = min(len(want.tokens), len(got.tokens))
-            assert want.tokens[:n] == got.tokens[:n]
-        else:
-            assert same_bits(want, got), key
+    same_play(*found)
     return preemptions
 
 

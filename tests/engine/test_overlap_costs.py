@@ -19,7 +19,8 @@ from deepinfer.sampling import SamplingParams
 from deepinfer.worker.step import Step
 from deepinfer.worker.step_ring import Header
 from engine_kit import make_engine, random_prompts, request, tiny_checkpoint
-from fake_cuda import FakeCuda
+from fake_cuda import FakeCuda, FakeRecorder
+from graphs_kit import decode_of_references
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 DRAWN: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.2}
@@ -138,3 +139,41 @@ def test_a_steady_step_takes_no_memory_and_makes_no_event(fake: FakeCuda | None,
         assert engine.counters.steps == steps + 6
         assert taken(fake) == before
         assert not made
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlapped"])
+def test_a_steady_greedy_step_is_two_copies_and_a_graph(fake: FakeCuda | None, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operation besides, no memory, three moments marked, and no more bytes than its words."""
+    decode_of_references(monkeypatch, [8])
+    with decoding(overlap, GREEDY) as engine:
+        steps, before, graphs = engine.counters.steps, taken(fake), engine.metrics().graphs["replays"]
+        marks: list[object] = []
+        record = torch.cuda.Event.record
+        monkeypatch.setattr(torch.cuda.Event, "record", lambda self, *a: marks.append(None) or record(self, *a))
+        if fake is not None:
+            fake.copies.clear()
+        fakes = FakeRecorder.replays
+        with Operations() as operations:
+            for _ in range(6):
+                engine.step()
+        assert engine.counters.steps == steps + 6 and engine.metrics().graphs["replays"] == graphs + 6
+        assert operations.seen == {"aten::copy_": 12} and len(marks) == 18 and taken(fake) == before
+        if fake is not None:
+            words = engine._runner.ring.front_words
+            assert fake.copies == [("cpu to cuda", 4 * words), ("cuda to cpu", 4 * 3)] * 6
+            assert FakeRecorder.replays == fakes + 6
+
+
+def test_a_steady_drawn_step_copies_no_more_than_it_reads(fake: FakeCuda | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode_of_references(monkeypatch, [8])
+    with decoding(True, DRAWN) as engine:
+        steps, graphs, before = engine.counters.steps, engine.metrics().graphs["replays"], taken(fake)
+        if fake is not None:
+            fake.copies.clear()
+        for _ in range(6):
+            engine.step()
+        assert engine.counters.steps == steps + 6 and engine.metrics().graphs["replays"] == graphs + 6 and taken(fake) == before
+        ring = engine._runner.ring
+        assert ring.own_words < len(ring.slots[0].host) // 2
+        if fake is not None:
+            assert fake.copies == [("cpu to cuda", 4 * ring.own_words), ("cuda to cpu", 4 * 3)] * 6

@@ -47,6 +47,7 @@ def snapshot(device: str) -> EngineMetrics:
         store={"lookups": 6},
         grammars={"fills": 7},
         moe={"balance_ratio": 1},
+        graphs={"buckets": 2, "replays": 8},
     )
 
 

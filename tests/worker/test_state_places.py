@@ -29,7 +29,7 @@ def fill(slot: RingSlot, sequences: list[tuple[int, int, int]], **header: int) -
     slot.a["seq_len"][:n] = [first + count for _, first, count in sequences]
     slot.a["state_row"][:n] = [row for row, _, _ in sequences]
     slot.a["pos"][:rows] = [first + i for _, first, count in sequences for i in range(count)]
-    values: dict[str, Any] = dict.fromkeys(Header.__dataclass_fields__, 0)
+    values: dict[str, Any] = dict.fromkeys(Header._fields, 0)
     return Header(**{**values, "rows": rows, "seqs": n, "max_len": 40, **header})
 
 

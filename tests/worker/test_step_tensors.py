@@ -46,6 +46,24 @@ def test_upload_carries_inputs_and_leaves_outputs_alone(device: str) -> None:
         assert "tokens" not in slot.d
 
 
+def test_slots_share_one_copy_of_which_a_part_can_be_renewed(device: str) -> None:
+    r = StepRing(LAYOUT, [("mine", 4)], torch.device(device), device != "cpu", front=[("words", 20)], copied=True)
+    assert (r.front_words, r.own_words) == (32, 48)
+    first, second = r.slots[:2]
+    assert first.t["words"].storage_offset() == 0 and first.t["mine"].storage_offset() == 32
+    for value, slot in ((1, first), (2, second)):
+        for name in ("words", "mine", "ids"):
+            slot.a[name][:] = value
+    first.upload()
+    assert [int(second.d[name][0]) for name in ("words", "mine", "ids")] == [1, 1, 1]
+    second.upload(r.front_words)
+    assert [int(first.d[name][0]) for name in ("words", "mine", "ids")] == [2, 1, 1]
+    second.upload(r.own_words)
+    assert [int(first.d[name][0]) for name in ("words", "mine", "ids")] == [2, 2, 1]
+    assert first.d["ids"].data_ptr() == second.d["ids"].data_ptr() != first.t["ids"].data_ptr() and "tokens" not in first.d
+    assert [set(fields) for fields in r.registration()] == [{name for name, _ in LAYOUT}] * 3
+
+
 def test_a_ring_needs_three_slots() -> None:
     with pytest.raises(ValueError, match="at least 3"):
         StepRing(LAYOUT, [], torch.device("cpu"), False, slots=2)

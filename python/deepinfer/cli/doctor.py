@@ -169,6 +169,15 @@ def _switches() -> tuple[list[dict[str, Any]], str | None]:
         return [], console.one_line(error)
 
 
+def _graphs(report: dict[str, Any]) -> str:
+    """Whether an engine started here would replay decode steps as CUDA graphs."""
+    name = "DEEPINFER_CUDA_GRAPHS"
+    asked = next((s["value"] for s in report["switches"] if s["name"] == name), None)
+    if not report["torch"]["gpus"]:
+        return "of decode steps: none without a GPU"
+    return f"of decode steps: {'where the model can' if asked is None else 'on' if asked else 'off'} ({name}, --cuda-graphs)"
+
+
 def _gib(value: int | None) -> str:
     return "unknown" if value is None else f"{value / 2**30:.1f} GiB"
 
@@ -207,6 +216,7 @@ def render(report: dict[str, Any], *, every_switch: bool) -> str:
     gpus = [f"{g['name']}, {_gib(g['memory'])}, capability {g['capability']}" for g in torch["gpus"]] or ["none visible"]
     lines += [f"{'gpu' if i == 0 else '':<11}{gpu}" for i, gpu in enumerate(gpus)]
     lines += _kernel_lines(report["kernels"])
+    lines.append(f"graphs     {_graphs(report)}")
     lines += ["", "libraries"]
     lines += [f"  {name:<16} {version or 'missing'}" for name, version in report["libraries"].items()]
     lines += ["", "optional parts"]

@@ -15,6 +15,7 @@ from deepinfer.distributed import spread_experts
 from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.data_parallel.membership import Membership
+from deepinfer.engine.decode_graphs import wanted_buckets
 from deepinfer.engine.hooks import EngineHooks
 from deepinfer.engine.kv_store import NamesOfKv, StoredSlices, StorePlan, StoreTraffic, open_tier, plan_store
 from deepinfer.engine.kv_store.identity import names_of, salt_of, values_of
@@ -162,6 +163,8 @@ class Assembly:
             device_drafts=0 if self.config.engine_type == "prompt" else self.device_drafts,
             draft_temperatures=() if self.speculative is None else self.speculative.temperatures,
         )
+        experts = None if self.group is None else self.group.experts
+        graph_rows = wanted_buckets(self.run, self.model, self.state, limits.device_drafts, experts)
         return ModelRunner(
             self.model,
             paged,
@@ -178,7 +181,8 @@ class Assembly:
             self.swap.pages,
             self.swap.slots,
             self.snapshots.places,
-            None if self.group is None else self.group.experts,
+            experts,
+            graph_rows,
         )
 
     def make_slices(

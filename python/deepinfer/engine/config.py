@@ -23,6 +23,7 @@ from deepinfer.speculative import OFF, SpeculativeSettings
 EngineType = Literal["normal", "prompt", "completion"]
 TransferKind = Literal["shm", "tcp"]
 HitPolicy = Literal["exact", "replay"]
+GraphUse = bool | Literal["auto", "on", "off"]
 Prefetch = Literal["best_effort", "wait", "timeout"]
 StoreWrite = Literal["on_finish", "write_through"]
 STORE_ADDRESSES = ("dir:PATH", "tcp://HOST:PORT[,HOST:PORT...]", "unix:PATH", "agent:PATH")
@@ -109,6 +110,8 @@ class EngineConfig:
         handover_lease: seconds that a hand-over may take; what is held for it is free after that.
         zero_overhead: plan and launch the next step while the device runs this one; results are the same either way. ``None`` =
             ``DEEPINFER_ZERO_OVERHEAD_SCHEDULING``.
+        cuda_graphs: on a GPU, record decode steps once and replay each with one launch; results are the same either way. ``auto`` takes
+            ``DEEPINFER_CUDA_GRAPHS``, else records them where the model can; ``on`` (``True``) makes it an error where it cannot.
         speculative: ``ngram`` proposes drafts by prompt lookup, ``dspark`` by the draft stages of a checkpoint that has them (see
             `deepinfer.speculative`); results are the same. ``off`` = no drafts; ``None`` = ``dspark`` where ``USE_NEXTN_DECODE`` asks
             for it and the model can, else no drafts.
@@ -184,6 +187,7 @@ class EngineConfig:
     kv_transfer_token: bytes | None = field(default=None, repr=False)
     handover_lease: float = 60.0
     zero_overhead: bool | None = None
+    cuda_graphs: GraphUse = "auto"
     speculative: str | None = None
     num_draft_tokens: int | None = None
     ngram_min: int = 2
@@ -241,6 +245,8 @@ class EngineConfig:
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         if self.zero_overhead is not None and not isinstance(self.zero_overhead, bool):
             raise ConfigError(f"zero_overhead must be True, False or left out, got {self.zero_overhead!r}")
+        if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs not in ("auto", "on", "off"):
+            raise ConfigError(f"cuda_graphs must be 'auto', 'on', 'off', True or False, got {self.cuda_graphs!r}")
         self._check_memory()
         self._check_role()
         self._check_store()
@@ -392,6 +398,9 @@ class EngineConfig:
             tokens = max(_DEFAULT_TOKENS[kind], seqs or 0)
         if seqs is None:
             seqs = min(_DEFAULT_SEQS[kind], tokens)
+        graphs = environ.get("DEEPINFER_CUDA_GRAPHS") if self.cuda_graphs == "auto" else self.cuda_graphs in (True, "on")
+        if graphs and kind == "cpu":
+            raise ConfigError("cuda_graphs is on, and graphs are a GPU's; leave cuda_graphs (or DEEPINFER_CUDA_GRAPHS) out on a CPU")
         dtype = platform.default_dtype if self.dtype == "auto" else DTYPES[str(self.dtype)]
         if dtype is torch.float16 and kind == "cpu":
             raise ConfigError("dtype float16 is not supported on a CPU; use 'bfloat16' or 'float32'")
@@ -406,12 +415,13 @@ class EngineConfig:
             num_threads=threads,
             quiet=environ.get("DEEPINFER_QUIET") if self.quiet is None else self.quiet,
             zero_overhead=environ.get("DEEPINFER_ZERO_OVERHEAD_SCHEDULING") if self.zero_overhead is None else self.zero_overhead,
+            cuda_graphs=graphs,
         )
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The machine-dependent half: every value is set."""
+    """The machine-dependent half: every value is set. ``cuda_graphs``: ``None`` = where the model can."""
 
     platform: Platform
     dtype: torch.dtype
@@ -421,6 +431,7 @@ class RunConfig:
     num_threads: int | None
     quiet: bool
     zero_overhead: bool = True
+    cuda_graphs: bool | None = None
 
     @property
     def device(self) -> torch.device:

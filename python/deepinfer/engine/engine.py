@@ -20,6 +20,7 @@ from deepinfer import _core
 from deepinfer.engine.answers import Answers, streams
 from deepinfer.engine.assembly import assemble
 from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.decode_graphs import record_graphs
 from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
 from deepinfer.engine.hooks import START_KINDS, Admission, EngineHooks
 from deepinfer.engine.image_input import check_handed_images, check_images, image_processor
@@ -104,6 +105,7 @@ class Engine(EngineHooks):
         self._expert_loads = ExpertLoads(loads) if loads else None
         self._runner = made.make_runner(self._core, self._admitted, self._restored)
         self._core.register_ring(self._runner.ring.registration())
+        record_graphs(self._runner, self.run)
         self._slices = made.make_slices(self._core, self._runner, self, slices, self._request_id)
         self._bell, self._salt, self._names = Bell(), made.salt, made.names_of_kv()
         self._store = made.make_store(self._core, self._runner, self, self._slices, self._bell, self._whose)
@@ -487,7 +489,8 @@ class Engine(EngineHooks):
         store = None if self._store is None else self._store.counters.as_dict()
         group = None if self._group is None else self._group.counters()
         moe = None if self._expert_loads is None else self._expert_loads.counts()
-        return EngineMetrics.of(self._core, tables, slices, store, self._grammars.counts(), group, moe)
+        graphs = None if self._runner.graphs is None else self._runner.graphs.counts()
+        return EngineMetrics.of(self._core, tables, slices, store, self._grammars.counts(), group, moe, graphs)
 
     def kv_identity(self) -> dict[str, str | int]:
         """What names of this engine's KV are made of besides tokens and a request's own salt, as ``deepinfer kvstore check --identity``

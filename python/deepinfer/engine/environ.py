@@ -27,6 +27,15 @@ def _bool(text: str) -> bool:
     raise ValueError("use 1 or 0")
 
 
+def _wish(text: str) -> bool | None:
+    if text.lower() == "auto":
+        return None
+    try:
+        return _bool(text)
+    except ValueError:
+        raise ValueError("use auto, 1 or 0") from None
+
+
 def _truncation(text: str) -> str:
     known = ("off", "mask", "compact")
     if text not in known:
@@ -85,6 +94,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("DEEPINFER_DISABLE_SYNC_GUARD", "0 | 1", _bool, False, "let the launch path wait for the device instead of failing the step"),
     Switch("DEEPINFER_NUM_THREADS", "integer", _positive, None, "torch threads of the step loop; unset = torch's own choice"),
     Switch("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "0 | 1", _bool, True, "plan and launch a step while the device runs the one before it"),
+    Switch("DEEPINFER_CUDA_GRAPHS", "auto | 0 | 1", _wish, None, "replay decode steps as CUDA graphs, if `cuda_graphs` is left at 'auto'"),
     Switch(
         "YOCO_PREFILL_TRUNCATION_MODE",
         "off | mask | compact",

@@ -66,6 +66,8 @@ class EngineMetrics:
             answers that ended by their grammar's fault.
         store: of engines with a KV store, what `deepinfer.engine.kv_store.counters.StoreCounters` says; empty for others.
         moe: of models with mixtures of experts, what `deepinfer.worker.expert_loads.ExpertLoads.counts` says; empty for others.
+        graphs: of engines whose decode steps are recorded, the ``buckets`` of rows they are recorded for and ``replays``, steps that were
+            one of them; empty for others.
         group: of a rank of a group, see `deepinfer.engine.data_parallel.membership.Membership.counters`; empty for others.
     """
 
@@ -103,6 +105,7 @@ class EngineMetrics:
     grammars: dict[str, float]
     group: dict[str, float]
     moe: dict[str, float]
+    graphs: dict[str, int]
 
     @classmethod
     def of(
@@ -114,6 +117,7 @@ class EngineMetrics:
         grammars: dict[str, float] | None = None,
         group: dict[str, float] | None = None,
         moe: dict[str, float] | None = None,
+        graphs: dict[str, int] | None = None,
     ) -> EngineMetrics:
         """One snapshot of the core, beside what the model says of its tables, and the engine of its slices, store and grammars."""
         m = core.metrics()
@@ -166,6 +170,7 @@ class EngineMetrics:
             grammars=dict(grammars or {}),
             group=dict(group or {}),
             moe=dict(moe or {}),
+            graphs=dict(graphs or {}),
         )
 
     @classmethod
@@ -255,6 +260,8 @@ def line(before: EngineMetrics | None, after: EngineMetrics, seconds: float) -> 
         *waits,
         f"KV {100 * pool['held'] / max(1, pool['total'] - pool['reserved']):.0f} % held",
     ]
+    if after.graphs:
+        parts.append(f"graphs {after.graphs['replays'] - (before.graphs.get('replays', 0) if before is not None else 0)}")
     if asked := since("asked_tokens"):
         parts.append(f"hits {100 * since('hit_tokens') / asked:.0f} %")
     if since("preemptions"):

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from deepinfer.distributed import ExpertGroup
 from deepinfer.kernels.linear import row_bucket, row_quantum
-from deepinfer.models.base import Model, PagedGroup, StatefulModel, StateGroup
+from deepinfer.models.base import GraphModel, Model, PagedGroup, StatefulModel, StateGroup
 from deepinfer.models.contract import check_hidden
 from deepinfer.platforms import to_device
+from deepinfer.worker import graphs as recording
+from deepinfer.worker.decode_step import BLOCK_FIELD, POSITIONS_FIELD, DecodeGraphs, step_words
 from deepinfer.worker.device_queue import DeviceQueue, Handed, StepTimes, Ticket, run_in_order
 from deepinfer.worker.grammar import MaskBuffers, apply_masks
 from deepinfer.worker.image_rows import ImageRows, without_images
@@ -31,7 +33,7 @@ from deepinfer.worker.row_choice import choose_prompts, choose_rows
 from deepinfer.worker.sampler import Sampler, SampleRows
 from deepinfer.worker.sampling_state import NUM_COLUMNS, RowSampling, SamplingState
 from deepinfer.worker.state_places import StatePlaces, StateRules
-from deepinfer.worker.step import Admitted, PromptLogprobs, PromptPiece, Step, StepResult
+from deepinfer.worker.step import Admitted, GraphStep, PromptLogprobs, PromptPiece, Step, StepResult
 from deepinfer.worker.step_ring import ADMITTED_WORDS, START_RERUN, START_SLICE, StepRing
 from deepinfer.worker.sync_guard import forbid_device_sync
 from deepinfer.worker.verify import accepted_counts, draft_rows
@@ -87,6 +89,7 @@ class ModelRunner:
         host_pages: host pages of each paged group for swapping, empty = none; ``host_slots``: host slots of state.
         snapshot_places: host places for snapshots of states.
         experts: the ranks that the model's experts are spread over, if they are.
+        graph_rows: row counts that decode steps are recorded for (:meth:`record_graphs`), empty = none.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class ModelRunner:
         host_slots: int = 0,
         snapshot_places: int = 0,
         experts: ExpertGroup | None = None,
+        graph_rows: Sequence[int] = (),
     ) -> None:
         self.model, self.device, self.queue = model, device, queue
         self._pinned, self._lookup, self._restore = pinned, lookup, restore
@@ -130,12 +134,22 @@ class ModelRunner:
             sizes = (limits.num_slots, host_slots + 1, limits.max_num_seqs, limits.max_num_batched_tokens)
             self._places = StatePlaces(rules, *sizes)
             own += self._places.fields
-        self.ring = StepRing(layout, own, device, pinned, ring_slots)
+        recorder = recording.recorder_for(device) if graph_rows else None
+        words = step_words(paged, len(limits.slot_maps), limits.max_num_seqs)
+        front = [] if recorder is None else [(BLOCK_FIELD, words.total)]
+        own += [] if recorder is None else [(POSITIONS_FIELD, limits.max_num_seqs)]
+        self.ring = StepRing(layout, own, device, pinned, ring_slots, front, None if recorder is None else True)
         self.moves = PageMoves(paged, num_pages, state, limits.num_slots, host_pages, host_slots, snapshot_places, device, pinned)
         self.kv = self.moves.kv
         one_group = paged[0].page_tokens if len(paged) == 1 else None
         maps = limits.resolved_maps([g.page_tokens for g in paged])
         self.inputs = InputBatch(limits.num_slots, sum(limits.columns), one_group, maps, device)
+        self._graphs: DecodeGraphs | None = None  # once they are recorded
+        self._unrecorded: DecodeGraphs | None = None
+        if recorder is not None and isinstance(model, GraphModel):
+            self._unrecorded = DecodeGraphs(
+                model, graph_rows, words, self.ring, self.inputs.table, self.kv.tensors, samples, recorder, device
+            )
         self.sampling = SamplingState(limits.num_slots, model.vocab_size, device)
         self.masks = MaskBuffers(ring_slots, samples, model.vocab_size, device, pinned)
         self._sampler = Sampler(self.sampling, model.vocab_size)
@@ -156,32 +170,31 @@ class ModelRunner:
         try:
             if error is not None:
                 raise error
-            resumed = self._admit(step)
-            step.images = self._images.pieces(step.slot, step.header)
-            if self._places is not None:
-                step.counts = self._places.describe(step.slot, step.header)
-            self._find_sources(step)
-            self.moves.sort(step)
+            graph = self._graph_of(step)
+            resumed = None if graph is not None and graph.alone else self._prepare(step)
+            if graph is None or step.before is None or step.before.graph is None:  # else rows are in order
+                self._find_sources(step)
             choose_rows(step, self.sampling, self._limits.max_draft)
-            if self._drafts is not None:
-                step.drafting = choose_places(step.slot, step.header, self.sampling)
-            choose_prompts(step, self._prompts, self.model.vocab_size)
-            self.queue.submit(step.ticket, lambda: self._commands(step), last=False)
-            for handle, *start in resumed:
-                work = self._restore(handle, *start)
-                if work is not None:
-                    self.queue.submit(step.ticket, work, last=False)
+            if graph is not None and self._graphs is not None:
+                self._graphs.fill(step)
+            if resumed is not None:
+                self._before_forward(step, resumed)
         except Exception as e:
             step.ticket.error = step.ticket.error or e
-        self.queue.submit(step.ticket, lambda: self._forward(step), last=False)
+        run = self._forward if step.graph is None else self._replay
+        self.queue.submit(step.ticket, lambda: run(step), last=False)
         return step
 
     def launch_sample(self, step: Step) -> None:
         """Hands over the second half: logits, masks, drawing. Rows with a grammar have their masks in ``masks`` by now."""
-        if not step.header.draft_rows:
-            a, n = step.slot.a, step.header.seqs
+        graph, header = step.graph, step.header
+        if graph is not None:
+            step.slot.a["accepted"][: header.seqs] = 1
+        elif not header.draft_rows:
+            a, n = step.slot.a, header.seqs
             np.subtract(a["sample_off"][1 : n + 1], a["sample_off"][:n], out=a["accepted"][:n])
-        self.queue.submit(step.ticket, lambda: self._sample(step), last=True)
+        sample = self._sample if graph is None or graph.drawn else self._after_replay
+        self.queue.submit(step.ticket, lambda: sample(step), last=True)
 
     def wait(self, step: Step) -> StepResult:
         """Returns when the step's tokens are in its ring slot. Steps are waited for in their order.
@@ -210,6 +223,31 @@ class ModelRunner:
         """Ends the queue; idempotent."""
         self.queue.close()
         self._last = None
+
+    # Graphs
+
+    @property
+    def to_record(self) -> Sequence[int]:
+        """Row counts of the decode steps that :meth:`record_graphs` is to record."""
+        return [] if self._unrecorded is None else self._unrecorded.buckets
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """The recorded decode steps, if there are any."""
+        return self._graphs
+
+    def record_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Records decode steps, before any step; later ones are replayed. Without row counts to record, nothing.
+
+        ``progress``: called with (recorded, in all).
+
+        Raises:
+            Exception: what the model or the device raised; steps then run as without graphs.
+        """
+        graphs, self._unrecorded = self._unrecorded, None
+        if graphs is not None:
+            run_in_order(self.queue, lambda: graphs.record(progress))
+            self._graphs = graphs
 
     # Beside the steps, in the queue's order
 
@@ -260,6 +298,31 @@ class ModelRunner:
 
     # The launching thread's part
 
+    def _graph_of(self, step: Step) -> GraphStep | None:
+        if self._graphs is not None:
+            self._graphs.takes(step)
+        return step.graph
+
+    def _prepare(self, step: Step) -> list[tuple[int, int, int, int, int]]:
+        """What is known of the sequences of a step that is not a graph alone; gives what ``restore`` is told."""
+        resumed = self._admit(step)
+        step.images = self._images.pieces(step.slot, step.header)
+        if self._places is not None:
+            step.counts = self._places.describe(step.slot, step.header)
+        self.moves.sort(step)
+        return resumed
+
+    def _before_forward(self, step: Step, resumed: Sequence[tuple[int, int, int, int, int]]) -> None:
+        """Hands over what comes before the forward of such a step."""
+        if self._drafts is not None:
+            step.drafting = choose_places(step.slot, step.header, self.sampling)
+        choose_prompts(step, self._prompts, self.model.vocab_size)
+        self.queue.submit(step.ticket, lambda: self._commands(step), last=False)
+        for handle, *start in resumed:
+            work = self._restore(handle, *start)
+            if work is not None:
+                self.queue.submit(step.ticket, work, last=False)
+
     def _admit(self, step: Step) -> list[tuple[int, int, int, int, int]]:
         """Notes what sequences that get a slot in this step need; gives what ``restore`` is told of those with positions in place."""
         slot, header = step.slot, step.header
@@ -305,9 +368,7 @@ class ModelRunner:
     def _commands(self, step: Step) -> None:
         """The upload, and what moves or clears pages, states and sampling values before the forward reads or writes any."""
         slot, header = step.slot, step.header
-        cause = None if step.follows is None or step.follows.stored else step.follows.ticket.error
-        if cause is not None:
-            raise RuntimeError(f"the step before it failed before its block table was written: {cause}") from cause
+        _check_table(step)
         slot.upload()
         self.moves.save(step)
         for a in step.admitted:
@@ -336,6 +397,38 @@ class ModelRunner:
         for piece in step.pieces:
             self._prompt_logprobs(step.hidden, piece, step.header.cut, step.result)
 
+    @forbid_device_sync()
+    def _replay(self, step: Step) -> None:
+        """The forward of a decode step as a graph; as any other if the step before it left nothing that a graph could take."""
+        before, graph, graphs = step.before, step.graph, self._graphs
+        assert graph is not None and graphs is not None
+        if not graphs.follows(step, before):
+            if graph.alone:
+                self._commands(step)
+            self._forward(step)
+            return
+        step.before = None
+        if graph.alone:
+            _check_table(step)
+        try:
+            graphs.replay(step, before)
+        except Exception:
+            if graph.alone:  # other sequences go on from the table that the graph would have left
+                step.slot.upload()
+                self.inputs.apply_deltas(step.slot, step.header)
+                step.stored = True
+            raise
+        step.stored = step.replayed = True
+
+    @forbid_device_sync()
+    def _after_replay(self, step: Step) -> None:
+        """The tokens that a graph has drawn."""
+        if not step.replayed or self._graphs is None:
+            self._sample(step)
+            return
+        self._graphs.tokens_to_host(step)
+        step.left = self._graphs.left
+
     @torch.inference_mode()
     @forbid_device_sync()
     def _sample(self, step: Step) -> None:
@@ -363,15 +456,19 @@ class ModelRunner:
             assert step.batch is not None and step.hidden is not None and step.sampled is not None
             ran = RanStep(step.batch, step.hidden, step.sampled, slot, step.header, tokens, accepted)
             self._drafts.make(ran, step.drafting, self.kv, self._sampler)
-        step.left = StepTokens(tokens, sample_off, accepted)
+        step.left = self._graphs.keep(tokens) if step.replayed and self._graphs is not None else StepTokens(tokens, sample_off, accepted)
 
     def _draw(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens int32 ``[r]`` of the step's sampling rows, and with draft rows how many of its rows each sequence keeps (int32
         ``[n]``); ``None`` = each sampling row is one token."""
-        hidden, sampled, d, r = step.hidden, step.sampled, step.slot.d, step.header.samples
-        assert hidden is not None and sampled is not None
-        chosen, positions = step.chosen, sampled.rng_pos
-        logits = sampling_logits(self.model, hidden, step.slot, step.header, sampled.chosen)
+        sampled, d, r = step.sampled, step.slot.d, step.header.samples
+        chosen = step.chosen
+        if step.replayed and self._graphs is not None:
+            logits, positions = self.model.logits(self._graphs.hidden(step)), d[POSITIONS_FIELD][:r].long()
+        else:
+            assert step.hidden is not None and sampled is not None
+            logits = sampling_logits(self.model, step.hidden, step.slot, step.header, sampled.chosen)
+            positions = sampled.rng_pos
         raw = None
         if chosen.logprobs:
             # Log-probabilities are those of the model: keep its logits from masks and the sampler's edits.
@@ -379,7 +476,7 @@ class ModelRunner:
         if chosen.masks:
             apply_masks(logits, d["mask_rows"][: chosen.masks], self.masks.upload(step.index, chosen.masks))
         drafts = None
-        if step.header.draft_rows:
+        if step.header.draft_rows and sampled is not None:
             offsets = d["sample_off"][: step.header.seqs + 1]
             # A draft that does not run is not verified.
             ids = sampled.ids if sampled.chosen is None else torch.where(sampled.chosen.runs, sampled.ids, -1)
@@ -412,6 +509,13 @@ class ModelRunner:
             logits = self.model.logits(hidden[first + at : first + at + len(targets)])
             values = gather_logprobs(logits, targets, piece.count).to_host(self._pinned)
             result.prompt_logprobs.append(PromptLogprobs(piece.index, piece.start + at, values))
+
+
+def _check_table(step: Step) -> None:
+    """Raises if the step in flight failed before the block table was its: this one's would be wrong, too."""
+    cause = None if step.follows is None or step.follows.stored else step.follows.ticket.error
+    if cause is not None:
+        raise RuntimeError(f"the step before it failed before its block table was written: {cause}") from cause
 
 
 def _tokens_before(start: int, prompt: Sequence[int], output: Sequence[int], count: int) -> list[int]:

@@ -93,6 +93,21 @@ class ChosenRows:
         return {"edit_rows": self.edit, "plain_rows": self.plain, "ranked_rows": self.ranked}
 
 
+@dataclass(slots=True)
+class GraphStep:
+    """How a decode step is a graph's (`worker.decode_step`).
+
+    Attributes:
+        rows: its bucket.
+        alone: the graph is all that the device has to do before tokens are drawn: nothing is moved, nobody is admitted.
+        drawn: rows want more than their most likely token, which follows behind the graph.
+    """
+
+    rows: int
+    alone: bool
+    drawn: bool = False
+
+
 class Step:
     """A launched step, from its first half to its wait."""
 
@@ -111,6 +126,8 @@ class Step:
         self.waited: bool = False
         self.follows = None if before is None or before.waited else before  # planned while that one was in flight
         self.counts: StateCounts | None = None  # of models with state
+        self.graph: GraphStep | None = None  # of steps that are to be a graph's
+        self.replayed: bool = False  # it was: what it takes from the step before it was there
         self.drafting: Places | None = None  # of models that draft
         self.left: StepTokens | None = None  # what the next step may need, once sampled
         self.batch: ForwardBatch | None = None

@@ -1,14 +1,14 @@
-"""Memory of the step ring: one int32 tensor per slot, named views into it.
+"""Memory of the step ring: one int32 tensor per slot, named views into it, and one copy of a step's inputs on the device.
 
 The core writes a step's plan into a slot and reads the output fields back. The worker adds fields of its own for what it
 derives on the host, so that everything the device needs travels in one copy. Output fields lie behind the inputs and are
-not part of that copy.
+not part of that copy. What a step with few needs reads lies ahead of the rest: it then copies no more than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ KIND_IDLE, KIND_PREFILL, KIND_DECODE, KIND_MIXED, KIND_DUMMY = range(5)
 FLAG_SAMPLES, FLAG_PROMPT_LOGPROBS, FLAG_PREFILL, FLAG_GRAMMAR = 1, 2, 4, 8
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """A step's counts as Python integers; bounds for the launch come from here, never from the device."""
 
     kind: int
@@ -76,26 +75,29 @@ class Header:
 class RingSlot:
     """Views of one slot: `t[name]` is a host tensor, `a[name]` the same memory as a numpy array, `d[name]` the device's copy.
 
-    On a CPU `d` is `t`: nothing is copied.
+    All slots are copied to the same place, so `d` names the inputs of the step uploaded last: what reads them is launched before
+    the next step's upload. Without a copy (`target` is `None`) `d` is `t`.
     """
 
-    def __init__(self, fields: Sequence[tuple[str, int, int]], words: int, input_words: int, device: torch.device, pinned: bool) -> None:
+    def __init__(self, fields: Sequence[tuple[str, int, int]], words: int, target: torch.Tensor | None, pinned: bool) -> None:
         self.host = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
         self.t = {name: self.host[start : start + n] for name, start, n in fields}
         self.a = {name: view.numpy() for name, view in self.t.items()}
-        if device.type == "cpu":
-            self.d = self.t
-            self._copy: tuple[torch.Tensor, torch.Tensor] | None = None
-        else:
-            target = torch.zeros(input_words, dtype=torch.int32, device=device)
-            self._copy = (self.host[:input_words], target)
-            self.d = {name: target[start : start + n] for name, start, n in fields if start < input_words}
+        self.d = self.t
+        self._target = target
+        self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        if target is not None:
+            self.d = {name: target[start : start + n] for name, start, n in fields if start < len(target)}
 
-    def upload(self) -> None:
-        """Starts the one copy of this step's inputs to the device; on a CPU there is nothing to copy."""
-        if self._copy is not None:
-            source, target = self._copy
-            target.copy_(source, non_blocking=True)
+    def upload(self, words: int | None = None) -> None:
+        """Starts the one copy of this step's inputs to the device, or of their first ``words``; nothing to do where there is no copy."""
+        if self._target is None:
+            return
+        count = len(self._target) if words is None else words
+        part = self._parts.get(count)
+        if part is None:
+            part = self._parts[count] = (self._target[:count], self.host[:count])
+        part[0].copy_(part[1], non_blocking=True)
 
 
 class StepRing:
@@ -107,19 +109,34 @@ class StepRing:
         device: where the forward runs.
         pinned: page-locked host memory, for copies that do not stall the launch.
         slots: number of slots, at least 3.
+        front: fields of the worker's own that lie ahead of all others.
+        copied: whether the device has a copy of its own; ``None`` = unless it is a CPU.
+
+    Attributes:
+        front_words: words of the ``front`` fields, ``own_words``: of these and ``extra``, from the beginning of a slot.
     """
 
     def __init__(
-        self, layout: Sequence[tuple[str, int]], extra: Sequence[tuple[str, int]], device: torch.device, pinned: bool, slots: int = 3
+        self,
+        layout: Sequence[tuple[str, int]],
+        extra: Sequence[tuple[str, int]],
+        device: torch.device,
+        pinned: bool,
+        slots: int = 3,
+        front: Sequence[tuple[str, int]] = (),
+        copied: bool | None = None,
     ) -> None:
         if slots < 3:
             raise ValueError(f"a step ring needs at least 3 slots, got {slots}")
         self.core_fields = tuple(name for name, _ in layout)
-        inputs = [f for f in layout if f[0] not in OUTPUT_FIELDS] + list(extra)
-        outputs = [f for f in layout if f[0] in OUTPUT_FIELDS]
-        placed, input_words = _place(inputs, 0)
-        placed_out, words = _place(outputs, input_words)
-        self.slots = [RingSlot([*placed, *placed_out], words, input_words, device, pinned) for _ in range(slots)]
+        placed_front, self.front_words = _place(front, 0)
+        placed_own, self.own_words = _place(extra, self.front_words)
+        placed, input_words = _place([f for f in layout if f[0] not in OUTPUT_FIELDS], self.own_words)
+        placed_out, words = _place([f for f in layout if f[0] in OUTPUT_FIELDS], input_words)
+        fields = [*placed_front, *placed_own, *placed, *placed_out]
+        copied = device.type != "cpu" if copied is None else copied
+        target = torch.zeros(input_words, dtype=torch.int32, device=device) if copied else None
+        self.slots = [RingSlot(fields, words, target, pinned) for _ in range(slots)]
 
     def registration(self) -> list[dict[str, torch.Tensor]]:
         """What the core registers: per slot its own fields by name."""

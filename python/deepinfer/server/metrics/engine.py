@@ -81,7 +81,7 @@ ELSEWHERE = frozenset(
 )
 """Totals that are values of a metric with labels."""
 
-_NOW = frozenset({"capacity", "slices", "bytes", "last_step", "balance_ratio", "balance_worst_ratio"})
+_NOW = frozenset({"capacity", "slices", "bytes", "last_step", "balance_ratio", "balance_worst_ratio", "buckets"})
 """Names in the parts of a snapshot that are states of this moment."""
 
 
@@ -247,6 +247,7 @@ def _parts(at: At) -> Iterator[Metric]:
         ("grammars", "grammar", "masks of answers held to a form"),
         ("group", "rank_group", "being in step with other ranks"),
         ("moe", "moe", "how rows spread over experts"),
+        ("graphs", "decode_graph", "decode steps recorded as graphs"),
     ):
         names = dict.fromkeys(name for _, m in at for name in getattr(m, part))
         for name in names:

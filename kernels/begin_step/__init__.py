@@ -1,0 +1,6 @@
+"""The beginning of a decode step: table deltas, newest tokens, rows with their padding."""
+
+from .reference import DecodeFields, begin_step
+from .words import StepWords
+
+__all__ = ["DecodeFields", "StepWords", "begin_step"]

@@ -1,0 +1,92 @@
+"""Whether an engine's decode steps are graphs, and recording them at its start.
+
+Owns: what the setting means for a model, what a failure to record becomes, what is said of it. Never touches: what is recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepinfer.distributed import ExpertGroup
+from deepinfer.engine.config import RunConfig
+from deepinfer.errors import CapacityError, ConfigError
+from deepinfer.models.base import Model, StateGroup
+from deepinfer.worker import graphs
+from deepinfer.worker.decode_step import graph_buckets
+from deepinfer.worker.runner import ModelRunner
+
+
+def wanted_buckets(
+    run: RunConfig, model: Model, state: Sequence[StateGroup], device_drafts: int, experts: ExpertGroup | None
+) -> Sequence[int]:
+    """Row counts that decode steps are to be recorded for; none of them where the setting, the device or the model has no graphs.
+
+    Raises:
+        ConfigError: graphs are asked for and the model has none.
+    """
+    if run.cuda_graphs is False or not graphs.can_record(run.device):
+        return []
+    buckets, why = graph_buckets(model, state, device_drafts, experts, run.max_num_seqs)
+    if run.cuda_graphs and not buckets:
+        raise ConfigError(f"cuda_graphs is on, but {why}; leave cuda_graphs out")
+    return buckets
+
+
+def record_graphs(runner: ModelRunner, run: RunConfig) -> None:
+    """Records them, with a progress bar on a terminal and a line on stderr behind it.
+
+    Raises:
+        CapacityError: there is not enough memory beside weights and KV.
+        ConfigError: graphs are asked for and the model could not be recorded. Otherwise that is a warning.
+    """
+    buckets = runner.to_record
+    if not buckets:
+        return
+    begin, free = time.perf_counter(), run.platform.memory_available()
+    bar = _Bar(run.quiet)
+    try:
+        runner.record_graphs(bar)
+    except torch.OutOfMemoryError as e:
+        raise CapacityError(
+            f"no memory is left to record decode steps of up to {buckets[-1]} rows: lower kv_memory_fraction (now "
+            f"{run.kv_memory_fraction:g}), num_kv_blocks or max_num_seqs, or set cuda_graphs='off'"
+        ) from e
+    except Exception as e:
+        said = f"decode steps could not be recorded as CUDA graphs ({type(e).__name__}: {e})"
+        if run.cuda_graphs:
+            raise ConfigError(f"{said}; set cuda_graphs='off' to run without") from e
+        warnings.warn(f"{said}; they run one operation at a time", RuntimeWarning, stacklevel=2)
+        return
+    finally:
+        bar.close()
+    if not run.quiet:
+        took, mib = time.perf_counter() - begin, max(0, free - run.platform.memory_available()) / 2**20
+        print(f"  decode graphs  {len(buckets)} sizes up to {buckets[-1]} rows in {took:.1f} s, {mib:.0f} MiB", file=sys.stderr)
+
+
+class _Bar:
+    """A progress bar, on terminals only."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._shown = not quiet and sys.stderr.isatty()
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if not self._shown:
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc="recording decode graphs", unit="graph", leave=False)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Takes it away."""
+        if self._bar is not None:
+            self._bar.close()

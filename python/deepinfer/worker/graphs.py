@@ -1,0 +1,81 @@
+"""Recording work of a GPU once and replaying it with one launch.
+
+Owns: CUDA's graphs, their stream and their memory. Never touches: what is recorded, and when it is replayed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Protocol
+
+import torch
+
+Work = Callable[[], None]
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """What makes replays. Nothing else runs on the device meanwhile."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """A context around all calls of :meth:`record`."""
+
+    def record(self, work: Work) -> Replay:
+        """Runs ``work`` once and gives what runs it again, on the current stream: the same operations on the same memory."""
+
+
+class CudaRecorder:
+    """CUDA graphs of one device, in one memory pool: they are replayed one at a time, so what one leaves there the next may overwrite."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """On a stream of its own, which is what CUDA records; the streams wait for each other at both ends.
+
+        Garbage is collected before and not meanwhile: freeing what another stream uses asks the device, which ends a recording.
+        """
+        collects = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        outer, stream = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        torch.cuda.synchronize(self._device)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+            outer.wait_stream(stream)
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # what the first runs took on that stream
+        finally:
+            if collects:
+                gc.enable()
+
+    def record(self, work: Work) -> Replay:
+        """See :class:`Recorder`. Recording does not run it, so ``work`` is called twice: kernels and handles are made the first time."""
+        work()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(Exception):  # the stream must leave its recording; that it failed is known
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        self._graphs.append(graph)
+        return graph.replay
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether work of a device can be recorded."""
+    return device.type == "cuda"
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """What records on a device that can."""
+    return CudaRecorder(device)
