@@ -105,12 +105,15 @@ def few_rows_program(in_features: int, tokens: int, tile: int, dtype: str, ahead
     return Program("linear", "few_rows", constants, (FILE,))
 
 
-_TOKENS = (8, 16, 32, 64)
+_TOKENS = (8, 16, 32)
 """Rows of a block, one kernel each."""
+
+_WIDE_INPUT = 4096
+"""From so many channels on a block's weights are more than its rows."""
 
 
 def _tile(tokens: int, in_features: int) -> int:
-    return 32 if tokens == 64 else 16
+    return 32 if tokens == 32 else 16
 
 
 class FewRows:
@@ -135,6 +138,15 @@ class FewRows:
         tokens = next((t for t in _TOKENS if rows <= t), _TOKENS[-1])
         grid = (width // self._tiles[tokens], -(-rows // tokens))
         self._kernels[tokens].launch(grid, x, weight, out, rows, width)
+
+
+def few_rows_limit(in_features: int, out_features: int) -> int:
+    """Up to how many rows these kernels are faster than the library's on an H200 (docs/kernels.md)."""
+    if in_features >= _WIDE_INPUT:
+        return 8 if in_features < 2 * _WIDE_INPUT else 0
+    if out_features >= 16384:
+        return 16
+    return 256 if out_features <= 1024 else 32
 
 
 class Projection:

@@ -1,10 +1,12 @@
 """Paged attention on a GPU: the same arithmetic for decoding rows, drafts and prompts.
 
-A *unit* is up to ``64 // group`` consecutive rows of one sequence with the query heads of one KV head: 64 rows of a matrix product. A block
-walks the unit's 64-key tiles; every ``SEGMENT`` keys, counted from position 0, it closes a partial result (maximum, sum, weighted values)
-and adds it to the total, in the order of the segments. With few units the segments of one unit go to several blocks, which leave their
-partial results in memory, and a second kernel adds them up in the same order with the same operations: so the bits of a row depend
-neither on how its segments were spread nor on which rows stand beside it. Keys a row does not see have weight exactly zero.
+A *unit* is some consecutive rows of one sequence with the query heads of one KV head: up to 64 rows of a matrix product (``WIDE``, four
+warps), or one row of a sequence, up to 16 (``NARROW``, one warp, so that more blocks share a multiprocessor). A warp holds 16 rows either
+way, in the same places. A block walks the unit's 64-key tiles; every ``SEGMENT`` keys, counted from position 0, it closes a partial
+result (maximum, sum, weighted values) and adds it to the total, in the order of the segments. With few units the segments of one unit go
+to several blocks, which leave their partial results in memory, and a second kernel adds them up in the same order with the same
+operations: so the bits of a row depend neither on how its segments were spread nor on which rows stand beside it. Keys a row does not see
+have weight exactly zero.
 
 Formula: softmax(q k^T * scale) v with the maximum taken out (Milakov & Gimelshein 2018), weights rounded to the run dtype before the
 product with v, sums of the unrounded weights.
@@ -29,10 +31,10 @@ from ..toolchain.shapes import run_dtype
 KEYS = 64
 """Keys of a tile."""
 
-ROWS = 64
-"""Rows of a unit: tokens times query heads of a KV head."""
+WIDE, NARROW = 64, 16
+"""Rows of a block: tokens times query heads of a KV head."""
 
-SEGMENT = 256
+SEGMENT = 128
 """Keys of a partial result. Part of what the bits mean."""
 
 _LOWEST = -1e30  # below every score; finite, so that a row that sees nothing of a tile makes no NaN
@@ -42,21 +44,23 @@ PASSES = (("tl.disable_safe_memory_legalize", True), ("tl.disable_tma_lower", Tr
 
 def unit_tokens(heads: int, kv_heads: int) -> int:
     """Most rows of a step in one unit."""
-    return max(1, ROWS // (heads // kv_heads))
+    return WIDE // (heads // kv_heads)
 
 
 def paged_attention(
-    d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, splits: int, stages: int, dtype: str
+    d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, rows: int, splits: int, stages: int, dtype: str
 ) -> Any:
     """One block for each (unit, KV head, split). ``splits`` = 1 writes ``out``; more leave partial results of every segment.
 
     ``window``: a row sees the last so many positions; 0 = all. ``position`` are those of the rows, ascending within a unit; rows
-    ``unit_first … unit_first + unit_count - 1`` belong to row ``unit_table`` of ``table``. A unit of 0 rows is skipped.
+    ``unit_first … unit_first + unit_count - 1`` belong to row ``unit_table`` of ``table``. A unit of 0 rows is skipped. ``NARROW`` blocks
+    take unit ``i`` to be row ``i``.
     ``part_value`` ``[rows, heads, segments, head_dim]`` and ``part_scale`` ``[2, rows, heads, segments]`` (maximum, sum) are float32.
     """
     T = d.T
     group = heads // kv_heads
-    tokens = ROWS // group
+    tokens = rows // group
+    single = rows == NARROW
     per_segment = SEGMENT // KEYS
     copies = max(1, KEYS // page_tokens)
     chunk = min(KEYS, page_tokens)
@@ -86,24 +90,24 @@ def paged_attention(
         part_scale: T.Tensor((2, part_rows, heads, segments), "float32"),
         log2_scale: T.float32,
     ):
-        with T.Kernel(units, kv_heads, splits, threads=128, prelude=prelude(d)) as (unit, head, split):
-            q_s = T.alloc_shared((ROWS, head_dim), dtype)
+        with T.Kernel(units, kv_heads, splits, threads=2 * rows, prelude=prelude(d)) as (unit, head, split):
+            q_s = T.alloc_shared((rows, head_dim), dtype)
             k_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
             v_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
-            score = T.alloc_fragment((ROWS, KEYS), "float32")
-            weight = T.alloc_fragment((ROWS, KEYS), dtype)
-            part = T.alloc_fragment((ROWS, head_dim), "float32")
-            part_top = T.alloc_fragment((ROWS,), "float32")
-            part_sum = T.alloc_fragment((ROWS,), "float32")
-            newer = T.alloc_fragment((ROWS,), "float32")
-            share = T.alloc_fragment((ROWS,), "float32")
-            keep = T.alloc_fragment((ROWS,), "float32")
-            seen = T.alloc_fragment((ROWS,), "int32")
+            score = T.alloc_fragment((rows, KEYS), "float32")
+            weight = T.alloc_fragment((rows, KEYS), dtype)
+            part = T.alloc_fragment((rows, head_dim), "float32")
+            part_top = T.alloc_fragment((rows,), "float32")
+            part_sum = T.alloc_fragment((rows,), "float32")
+            newer = T.alloc_fragment((rows,), "float32")
+            share = T.alloc_fragment((rows,), "float32")
+            keep = T.alloc_fragment((rows,), "float32")
+            seen = T.alloc_fragment((rows,), "int32")
             if splits == 1:
-                total = T.alloc_fragment((ROWS, head_dim), "float32")
-                top = T.alloc_fragment((ROWS,), "float32")
-                total_sum = T.alloc_fragment((ROWS,), "float32")
-                take = T.alloc_fragment((ROWS,), "float32")
+                total = T.alloc_fragment((rows, head_dim), "float32")
+                top = T.alloc_fragment((rows,), "float32")
+                total_sum = T.alloc_fragment((rows,), "float32")
+                take = T.alloc_fragment((rows,), "float32")
             first = T.alloc_var("int32")
             count = T.alloc_var("int32")
             row = T.alloc_var("int64")
@@ -116,8 +120,12 @@ def paged_attention(
 
             let_next_start(d)
             wait_for_previous(d)
-            first = unit_first[unit]
-            count = unit_count[unit]
+            if single:
+                first = unit
+                count = 1
+            else:
+                first = unit_first[unit]
+                count = unit_count[unit]
             if count > 0:
                 row = unit_table[unit]
                 last = T.cast(position[first + count - 1], "int32")
@@ -129,7 +137,7 @@ def paged_attention(
                 here = (T.ceildiv(tiles, per_segment) - split + splits - 1) // splits * per_segment
                 if (T.ceildiv(tiles, per_segment) - 1) % splits == split:
                     here = here - (T.ceildiv(tiles, per_segment) * per_segment - tiles)
-                for i in T.Parallel(ROWS):
+                for i in T.Parallel(rows):
                     seen[i] = T.cast(position[first + T.min(i // group, count - 1)], "int32")
                 for n in T.unroll(stages - 1):
                     if n < here:
@@ -138,7 +146,7 @@ def paged_attention(
                     else:
                         for _ in T.unroll(2 * copies):
                             T.ptx_commit_group()
-                for i, j in T.Parallel(ROWS, head_dim):
+                for i, j in T.Parallel(rows, head_dim):
                     q_s[i, j] = q[first + T.min(i // group, count - 1), head * group + i % group, j]
                 if splits == 1:
                     T.fill(total, 0)
@@ -166,7 +174,7 @@ def paged_attention(
                     T.sync_threads()
                     T.clear(score)
                     T.gemm(q_s, k_s[n % stages, :, :], score, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    for i, j in T.Parallel(ROWS, KEYS):
+                    for i, j in T.Parallel(rows, KEYS):
                         if window > 0:
                             score[i, j] = T.if_then_else(
                                 tile * KEYS + j <= seen[i] and tile * KEYS + j > seen[i] - window, score[i, j] * log2_scale, _LOWEST
@@ -174,17 +182,17 @@ def paged_attention(
                         else:
                             score[i, j] = T.if_then_else(tile * KEYS + j <= seen[i], score[i, j] * log2_scale, _LOWEST)
                     T.reduce_max(score, newer, dim=1, clear=True)
-                    for i in T.Parallel(ROWS):
+                    for i in T.Parallel(rows):
                         newer[i] = T.max(newer[i], part_top[i])
                         keep[i] = T.exp2(part_top[i] - newer[i])
                         part_top[i] = newer[i]
-                    for i, j in T.Parallel(ROWS, KEYS):
+                    for i, j in T.Parallel(rows, KEYS):
                         score[i, j] = T.exp2(score[i, j] - part_top[i])
                     T.reduce_sum(score, share, dim=1)
-                    for i in T.Parallel(ROWS):
+                    for i in T.Parallel(rows):
                         part_sum[i] = part_sum[i] * keep[i] + share[i]
                     T.copy(score, weight)
-                    for i, j in T.Parallel(ROWS, head_dim):
+                    for i, j in T.Parallel(rows, head_dim):
                         part[i, j] = part[i, j] * keep[i]
                     T.ptx_wait_group((2 * stages - 2) * copies)
                     T.sync_threads()
@@ -197,28 +205,28 @@ def paged_attention(
                     T.sync_threads()
                     if n % per_segment == per_segment - 1 or n == here - 1:
                         if splits > 1:
-                            for i, j in T.Parallel(ROWS, head_dim):
+                            for i, j in T.Parallel(rows, head_dim):
                                 if i < T.min(count, tokens) * group:
                                     part_value[first + i // group, head * group + i % group, tile // per_segment, j] = part[i, j]
-                            for i in T.Parallel(ROWS):
+                            for i in T.Parallel(rows):
                                 if i < T.min(count, tokens) * group:
                                     part_scale[0, first + i // group, head * group + i % group, tile // per_segment] = part_top[i]
                                     part_scale[1, first + i // group, head * group + i % group, tile // per_segment] = part_sum[i]
                         else:
-                            for i in T.Parallel(ROWS):
+                            for i in T.Parallel(rows):
                                 newer[i] = T.max(top[i], part_top[i])
                                 keep[i] = T.exp2(top[i] - newer[i])
                                 take[i] = T.exp2(part_top[i] - newer[i])
                                 top[i] = newer[i]
                                 total_sum[i] = total_sum[i] * keep[i] + part_sum[i] * take[i]
-                            for i, j in T.Parallel(ROWS, head_dim):
+                            for i, j in T.Parallel(rows, head_dim):
                                 total[i, j] = total[i, j] * keep[i] + part[i, j] * take[i]
-                        for i in T.Parallel(ROWS):
+                        for i in T.Parallel(rows):
                             part_sum[i] = 0
                             part_top[i] = _LOWEST
                         T.fill(part, 0)
                 if splits == 1:
-                    for i, j in T.Parallel(ROWS, head_dim):
+                    for i, j in T.Parallel(rows, head_dim):
                         if i < T.min(count, tokens) * group:
                             # adding 0 turns -0 into 0, of which empty tiles might have made either
                             out[first + i // group, head * group + i % group, j] = T.cast(total[i, j] / total_sum[i] + 0.0, dtype)
@@ -270,19 +278,31 @@ def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str)
     return add_segments
 
 
-def attention_programs(
-    heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, dtype: str, splits: int = 8
-) -> tuple[Program, Program, Program]:
-    """The kernels of one kind of layer: one split, ``splits`` splits, and what adds the latter up."""
+def attention_programs(heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, dtype: str) -> list[Program]:
+    """The kernels of one kind of layer: wide units, single rows, wide units in ``SPLITS`` splits, and what adds the latter up."""
 
-    def attention(count: int) -> Program:
+    def attention(rows: int, splits: int) -> Program:
         constants = shape_config(
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, window=window, splits=count, stages=2, dtype=dtype
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_tokens=page_tokens,
+            window=window,
+            rows=rows,
+            splits=splits,
+            stages=2,
+            dtype=dtype,
         )
         return Program("paged_attention", "paged_attention", constants, uses=(FILE,), passes=PASSES)
 
     adding = shape_config(heads=heads, head_dim=head_dim, window=window, dtype=dtype)
-    return attention(1), attention(splits), Program("paged_attention", "add_segments", adding, uses=(FILE,), passes=PASSES)
+    narrow = NARROW if heads // kv_heads <= NARROW else WIDE
+    return [
+        attention(WIDE, 1),
+        attention(narrow, 1),
+        attention(WIDE, SPLITS),
+        Program("paged_attention", "add_segments", adding, uses=(FILE,), passes=PASSES),
+    ]
 
 
 SPLITS = 8
@@ -300,7 +320,7 @@ class Units:
 
     ``table`` int32 ``[*, W]`` pages of sequences; ``position`` int64 ``[T]`` of the rows; ``first``, ``count`` int32 ``[U]`` and ``row``
     int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``. ``rows``: how many rows the
-    units have at most, known on the host.
+    units have at most, known on the host. ``single``: each row is a unit, in order.
     """
 
     table: torch.Tensor
@@ -309,13 +329,17 @@ class Units:
     count: torch.Tensor
     row: torch.Tensor
     rows: int
+    single: bool = False
 
 
-def one_row_units(table: torch.Tensor, position: torch.Tensor, row: torch.Tensor) -> Units:
-    """Each row by itself: ``position`` and ``row`` int64 ``[R]``."""
-    rows = position.shape[0]
-    first = torch.arange(rows, dtype=torch.int32, device=position.device)
-    return Units(table, position, first, torch.ones_like(first), row, rows)
+def one_row_units(
+    table: torch.Tensor, position: torch.Tensor, row: torch.Tensor, counting: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> Units:
+    """Each row by itself: ``position`` and ``row`` int64 ``[R]``. ``counting``: int32 0, 1, 2, … and ones, if they are at hand."""
+    if counting is None:
+        first = torch.arange(position.shape[0], dtype=torch.int32, device=position.device)
+        counting = first, torch.ones_like(first)
+    return Units(table, position, *counting, row, position.shape[0], True)
 
 
 def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int], tokens: int) -> Units:
@@ -367,7 +391,8 @@ class PagedAttention:
         scratch: Scratch,
     ) -> None:  # fmt: skip
         programs = attention_programs(heads, kv_heads, head_dim, page_tokens, window or 0, run_dtype(dtype))
-        self._whole, self._split, self._add = require(programs, device, after=True)
+        self._wide, self._single, self._split, self._add = require(programs, device, after=True)
+        self._single_reads_units = any(name == "unit_first" for name, _ in self._single.stored.args)
         self._shape = (heads, head_dim)
         self._kv_heads = kv_heads
         self._scale = head_dim**-0.5 * _LOG2_E
@@ -380,14 +405,18 @@ class PagedAttention:
         count = units.first.shape[0]
         common = (q, k, v, units.table, units.position, units.first, units.count, units.row)
         if units.rows > SPLIT_ROWS:
-            self._whole.launch((count, self._kv_heads), *common, out, self._scale, count, units.table.shape[1])
+            if units.single and not self._single_reads_units:
+                one = (q, k, v, units.table, units.position, units.row, out, self._scale, units.table.shape[1], count)
+                self._single.launch((count, self._kv_heads), *one)
+            else:
+                self._wide.launch((count, self._kv_heads), *common, out, self._scale, units.table.shape[1], count)
             return
         width = units.table.shape[1]
         if self._scratch.segments * SEGMENT < width * k.shape[1]:
             self._scratch.reserve(width * k.shape[1])
         value, scale, segments = self._scratch.value, self._scratch.scale, self._scratch.segments
         splits = min(SPLITS, segments)
-        self._split.launch((count, self._kv_heads, splits), *common, value, scale, self._scale, SPLIT_ROWS, segments, count, width)
+        self._split.launch((count, self._kv_heads, splits), *common, value, scale, self._scale, width, count, SPLIT_ROWS, segments)
         self._add.launch((units.rows, self._shape[0]), value, scale, units.position, out, SPLIT_ROWS, segments, units.position.shape[0])
 
 

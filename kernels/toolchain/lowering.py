@@ -22,7 +22,8 @@ _SCALARS = {"int": "i32", "float": "f32", "int64_t": "i64", "unsigned int": "u32
 class Lowered:
     """CUDA source of one kernel.
 
-    ``args``: (name, kind) of what a launch is given, in the order of the factory's signature, numbers of dynamic shapes behind them; kind
+    ``args``: (name, kind) of what a launch is given, in the order of the factory's signature, numbers of dynamic shapes behind them as
+    they first occur in it, all without what the kernel does not use; kind
     ``ptr``, ``i32``, ``i64``, ``u32`` or ``f32``. ``places``: index among them of each argument of the compiled kernel, whose order is the
     compiler's own. ``threads`` of a block; ``shared`` bytes of dynamic shared memory.
     """
@@ -70,9 +71,13 @@ def lower(program: Program, arch: str) -> Lowered:
         raise KernelBuildError(f"{program.name} wants tensor maps made on the host, which are not supported: copy with disable_tma=True")
     shared = int(attributes["dyn_shared_memory_buf"]) if "dyn_shared_memory_buf" in attributes else 0
     taken = [_argument(p) for p in parameters.split(",")]
-    declared = [str(function.buffer_map[v].name if v in function.buffer_map else v.name) for v in function.params]
+    buffers = [(v, function.buffer_map.get(v, None)) for v in function.params]
+    declared = [str(v.name if buffer is None else buffer.name) for v, buffer in buffers]
+    declared += [str(n.name) for _, buffer in buffers if buffer is not None for n in buffer.shape if isinstance(n, tvm.tirx.Var)]
     kinds = dict(taken)
-    names = [n for n in declared if n in kinds] + [n for n, _ in taken if n not in declared]
+    names = [n for n in dict.fromkeys(declared) if n in kinds]
+    if len(names) != len(taken):
+        raise KernelBuildError(f"{program.name} takes something that its signature does not name: {sorted(kinds.keys() - set(names))}")
     return Lowered(source, entry, tuple((n, kinds[n]) for n in names), tuple(names.index(n) for n, _ in taken), int(threads), shared)
 
 

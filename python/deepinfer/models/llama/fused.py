@@ -1,0 +1,225 @@
+"""A Llama-family model on a GPU by fused kernels.
+
+Per layer: norm · projection · rotation and cache write · attention · projection · sum and norm · projection · gated activation · projection ·
+sum and norm. The residual stream is float32, everything else the run dtype. A row's bits do not depend on the number of rows, which are padded
+only to counts that were compared when the model was loaded. Decode steps allocate nothing that outlives them and read no number of the host
+but the row count, so they can be recorded as graphs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from ...kernels.argmax.cuda import Argmax
+from ...kernels.embedding.cuda import Embedding
+from ...kernels.linear.cuda import FewRows, Projection, agreeing_rows, few_rows_limit
+from ...kernels.paged_attention.cuda import PagedAttention, Scratch, Units, attention_programs, one_row_units, step_units
+from ...kernels.rms_norm.cuda import AddRmsNorm, RmsNorm
+from ...kernels.rope import RopeTable
+from ...kernels.rope_kv.cuda import RopeKv
+from ...kernels.swiglu.cuda import SwiGlu
+from ...kernels.toolchain import Program
+from ...kernels.toolchain.loading import prepare
+from ...kernels.toolchain.shapes import run_dtype
+from ..base import DecodeRows, ForwardBatch, row_buckets
+from .containers import LlamaParameters
+from .topology import LlamaTopology
+
+_LARGEST_STEP = 8192
+"""Rows of one product; longer steps run in pieces of it."""
+
+_LARGEST_HEAD = 512
+"""The same for the rows that want logits."""
+
+_LONGEST_TABLE = 1 << 18
+"""Positions whose rotations are kept in a table; models with more compute them every step."""
+
+
+def _row_counts() -> list[int]:
+    return [*row_buckets(256), *range(320, 1025, 64), *range(1280, _LARGEST_STEP + 1, 256)]
+
+
+class _Layer:
+    """One layer's weights, ready to run."""
+
+    __slots__ = ("down", "gate_up", "input_norm", "out", "post_norm", "qk_norm", "qkv", "window")
+
+    def __init__(self, p: LlamaParameters, index: int, t: LlamaTopology, few: dict[int, FewRows]) -> None:
+        layer = p.layers[index]
+        self.input_norm, self.post_norm, self.qk_norm = layer.input_norm, layer.post_norm, layer.qk_norm
+        self.qkv = _projection(layer.qkv, layer.qkv_bias, few)
+        self.out = _projection(layer.out, layer.out_bias, few)
+        self.gate_up = _projection(layer.gate_up, layer.gate_up_bias, few)
+        self.down = _projection(layer.down, layer.down_bias, few)
+        self.window = t.windows[index]
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """All of them, in order."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+def _projection(weight: torch.Tensor, bias: torch.Tensor | None, few: dict[int, FewRows]) -> Projection:
+    out_features, in_features = weight.shape
+    if bias is not None or out_features % 32:
+        return Projection(weight, bias)
+    return Projection(weight, None, few[in_features], few_rows_limit(in_features, out_features))
+
+
+class FusedForward:
+    """The forward of a loaded model by kernels.
+
+    Args:
+        topology, parameters: of the model, every weight written.
+        rope: its rotations.
+        dtype: bfloat16 or float16.
+        device: a GPU.
+
+    Raises ``KernelBuildError`` if a kernel cannot be had: the model then runs on its reference operators.
+    """
+
+    def __init__(
+        self, topology: LlamaTopology, parameters: LlamaParameters, rope: RopeTable, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        t = topology
+        self.topology, self.dtype, self.device = t, dtype, device
+        prepare(self.programs(t, run_dtype(dtype)), device)
+        few = {width: FewRows(width, dtype, device) for width in {t.hidden, t.q_size, t.intermediate}}
+        self._layers = [_Layer(parameters, index, t, few) for index in range(t.layers)]
+        self._embed_weight, self._norm_weight = parameters.embed, parameters.norm
+        self._head = _projection(parameters.head, None, few)
+        self._embed = Embedding(t.vocab, t.hidden, dtype, device)
+        self._norm = RmsNorm(t.hidden, t.eps, dtype, device)
+        self._add_norm = AddRmsNorm(t.hidden, t.eps, dtype, device)
+        self._rope_kv = RopeKv(t.heads, t.kv_heads, t.head_dim, dtype, device, t.qk_norm, t.eps)
+        self._swiglu = SwiGlu(t.intermediate, dtype, device)
+        self._argmax: Argmax | None = None
+        self._rope = rope
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        if t.max_position <= _LONGEST_TABLE and t.rope.rope_type != "dynamic":
+            cos, sin = rope.pair_cos_sin(torch.arange(t.max_position, device=device))
+            self._table = (cos.contiguous(), sin.contiguous())
+        self._scratch = Scratch(t.heads, t.head_dim, device)
+        self._attention: dict[int | None, PagedAttention] = {}
+        self._page_tokens = 0
+        first, last = self._layers[0], self._layers[-1]
+        self._rows = agreeing_rows([*first.projections, *last.projections], _row_counts())
+        for layer in self._layers:  # what was switched off for one is for all of that shape
+            for own, checked in zip(layer.projections, first.projections, strict=True):
+                own.few_up_to = checked.few_up_to
+        self._head_rows = agreeing_rows([self._head], [r for r in _row_counts() if r <= _LARGEST_HEAD])
+        self._firsts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @staticmethod
+    def programs(t: LlamaTopology, dtype: str) -> list[Program]:
+        """Every kernel but those of attention, which follow from the page."""
+        found = [program for width in {t.hidden, t.q_size, t.intermediate} for program in FewRows.programs(width, dtype)]
+        found += Embedding.programs(t.vocab, t.hidden, dtype) + RmsNorm.programs(t.hidden, dtype) + AddRmsNorm.programs(t.hidden, dtype)
+        found += RopeKv.programs(t.heads, t.kv_heads, t.head_dim, dtype, t.qk_norm) + SwiGlu.programs(t.intermediate, dtype)
+        return found + Argmax.programs(t.vocab, dtype)
+
+    def use_pages(self, page_tokens: int) -> None:
+        """Makes attention for pages of ``page_tokens`` tokens. Raises ``KernelBuildError``."""
+        if page_tokens == self._page_tokens:
+            return
+        t, dtype = self.topology, run_dtype(self.dtype)
+        windows = sorted(set(t.windows), key=lambda w: w or 0)
+        shape = (t.heads, t.kv_heads, t.head_dim, page_tokens)
+        prepare([p for w in windows for p in attention_programs(*shape, w or 0, dtype)], self.device)
+        self._attention = {w: PagedAttention(*shape, w, self.dtype, self.device, self._scratch) for w in windows}
+        self._page_tokens = page_tokens
+
+    def graph_rows(self, max_rows: int) -> list[int]:
+        """See ``base.GraphModel``: buckets whose bits agree."""
+        return [r for r in row_buckets(min(max_rows, _LARGEST_STEP)) if r in self._rows]
+
+    def padded_rows(self, count: int) -> int:
+        """The least agreeing row count of at least ``count`` (up to ``_LARGEST_STEP``)."""
+        return self._rows[bisect_left(self._rows, count)]
+
+    def forward(self, batch: ForwardBatch, names: Sequence[tuple[str, str]], kv: dict[str, torch.Tensor]) -> torch.Tensor:
+        """See ``base.Model.forward``."""
+        count = batch.ids.shape[0]
+        rows = self.padded_rows(count) if count <= _LARGEST_STEP else -(-count // _LARGEST_STEP) * _LARGEST_STEP
+        ids, pos, (slots,) = batch.padded(rows)
+        tokens = next(iter(self._attention.values())).tokens
+        units = step_units(batch.block_table, batch.pos, batch.cu_q_host, tokens)
+        return self._run(ids, pos, slots, units, names, kv)[:count]
+
+    def decode(self, rows: DecodeRows, names: Sequence[tuple[str, str]], kv: dict[str, torch.Tensor]) -> torch.Tensor:
+        """See ``base.GraphModel.decode``."""
+        count = rows.ids.shape[0]
+        units = one_row_units(rows.block_table, rows.pos, rows.table_row, self._counting(count))
+        return self._run(rows.ids, rows.pos, rows.slots[0], units, names, kv)
+
+    def _counting(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if count not in self._firsts:
+            first = torch.arange(count, dtype=torch.int32, device=self.device)
+            self._firsts[count] = (first, torch.ones_like(first))
+        return self._firsts[count]
+
+    def _rotations(self, pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._table is None:
+            return self._rope.pair_cos_sin(pos)
+        cos, sin = self._table
+        return F.embedding(pos, cos), F.embedding(pos, sin)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        pos: torch.Tensor,
+        slots: torch.Tensor,
+        units: Units,
+        names: Sequence[tuple[str, str]],
+        kv: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        t, rows = self.topology, ids.shape[0]
+        cos, sin = self._rotations(pos)
+        x = torch.empty((rows, t.hidden), dtype=torch.float32, device=self.device)
+        normed = torch.empty((rows, t.hidden), dtype=self.dtype, device=self.device)
+        q = torch.empty((rows, t.heads, t.head_dim), dtype=self.dtype, device=self.device)
+        attended = torch.empty_like(q)
+        gated = torch.empty((rows, t.intermediate), dtype=self.dtype, device=self.device)
+        self._embed(ids, self._embed_weight, x)
+        self._norm(x, self._layers[0].input_norm, normed)
+        for index, (layer, (k_name, v_name)) in enumerate(zip(self._layers, names, strict=True)):
+            k_cache, v_cache = kv[k_name], kv[v_name]
+            qkv = self._product(layer.qkv, normed)
+            self._rope_kv(qkv, cos, sin, slots, q, k_cache, v_cache, layer.qk_norm)
+            self._attention[layer.window](q, k_cache, v_cache, units, attended)
+            added = self._product(layer.out, attended.view(rows, t.q_size))
+            self._add_norm(x, added, layer.post_norm, normed)
+            self._swiglu(self._product(layer.gate_up, normed), gated)
+            added = self._product(layer.down, gated)
+            following = self._layers[index + 1].input_norm if index + 1 < t.layers else self._norm_weight
+            self._add_norm(x, added, following, normed)
+        return normed
+
+    def _product(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] <= _LARGEST_STEP:
+            return projection(x)
+        return torch.cat([projection(piece) for piece in x.split(_LARGEST_STEP)])
+
+    def run_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` ``[R, hidden]`` → ``[R, vocab]`` in the run dtype."""
+        count = hidden.shape[0]
+        if count > _LARGEST_HEAD:
+            return torch.cat([self.run_logits(piece) for piece in hidden.split(_LARGEST_HEAD)])
+        rows = self._head_rows[bisect_left(self._head_rows, count)]
+        if rows != count:
+            hidden = F.pad(hidden, (0, 0, 0, rows - count))
+        return self._head(hidden.contiguous())[:count]
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``base.GreedyModel``."""
+        logits = self.run_logits(hidden)
+        rows = logits.shape[0]
+        if self._argmax is None or self._argmax.max_rows < rows:
+            self._argmax = Argmax(self.topology.vocab, self.dtype, max(rows, _LARGEST_HEAD), self.device)
+        index = torch.empty(rows, dtype=torch.int32, device=self.device)
+        self._argmax(logits, index, torch.empty(rows, dtype=torch.float32, device=self.device))
+        return index
