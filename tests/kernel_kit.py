@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +20,7 @@ import torch
 
 from deepinfer.kernels.toolchain import SM90A, KernelStore, Program
 from deepinfer.kernels.toolchain.lowering import Lowered, lower, on_cpu
+from deepinfer.kernels.toolchain.nvrtc import compile_source
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("tilelang") is None or importlib.util.find_spec("cuda") is None,
@@ -60,9 +64,22 @@ class OnCpu:
         self._program = program
 
     def launch(self, grid: tuple[int, ...], *args: torch.Tensor | int | float) -> None:
-        """Launches; numbers of dynamic shapes, which tensors tell there, are dropped."""
+        """Launches. Numbers of dynamic shapes, which tensors tell there, must be in the order in which the GPU's kernel takes them."""
         call = cpu_kernel(self._program)
-        call(*args[: len(call.prim_func.params)])  # type: ignore[attr-defined]
+        function = call.prim_func  # type: ignore[attr-defined]
+        names = [name for name, _ in lowered(self._program).args]
+        count = len(function.params)
+        assert len(args) == len(names)
+        given, sizes = list(args[:count]), {}
+        for i, parameter in enumerate(function.params):
+            if parameter in function.buffer_map:
+                extents = list(function.buffer_map[parameter].shape)
+                fixed = [int(x) if hasattr(x, "value") else -1 for x in extents]
+                if fixed.count(-1) <= 1:  # a launch takes the memory, whatever its shape is called
+                    given[i] = given[i].view(fixed)
+                sizes |= {x.name: given[i].shape[k] for k, x in enumerate(extents) if hasattr(x, "name")}
+        assert all(sizes.get(name, number) == number for name, number in zip(names[count:], args[count:], strict=True))
+        call(*given)
 
 
 def kernels_at(place: str, programs: list[Program]) -> list[OnCpu] | None:
@@ -114,6 +131,35 @@ def narrowest_access(program: Program, name: str) -> int:
     uses = re.findall(rf"(?:\*\((\w+)\*\)\()?(?<![.\w]){name}\b", body)
     assert uses, f"{name} is not used"
     return min(sizes.get(kind, 1) for kind in uses)
+
+
+def machine_accesses(program: Program) -> dict[str, list[int]]:
+    """Bits of a thread's reads (``LDG``) and writes (``STG``) of global memory in the machine code of ``program``, ascending. What the
+    source says is not enough: the compiler may cut wide accesses into narrow ones."""
+    disassembler = _disassembler()
+    if disassembler is None:
+        pytest.skip("no nvdisasm here: it comes with Triton or CUDA")
+    found = lowered(program)
+    code, _ = compile_source(found.source, program.name, SM90A)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        text = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    widths: dict[str, list[int]] = {"LDG": [], "STG": []}
+    for kind, suffixes in re.findall(r"\b(LDG|STG)((?:\.\w+)*)", text):
+        parts = suffixes.split(".")
+        assert "CONSTANT" not in parts, "such a read may move over the wait"
+        widths[kind].append(next((bits for bits in (128, 64, 16, 8) if {str(bits), f"U{bits}", f"S{bits}"} & set(parts)), 32))
+    return {kind: sorted(bits) for kind, bits in widths.items()}
+
+
+def _disassembler() -> str | None:
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        own = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
+        if own.exists():
+            return str(own)
+    return shutil.which("nvdisasm")
 
 
 def replayed(step: Callable[[], None]) -> Callable[[], None]:

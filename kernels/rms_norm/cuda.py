@@ -6,6 +6,7 @@ A thread reads 16 bytes of float32 at a time. Sums of squares: the four of a rea
 
 # Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from deepinfer.errors import KernelBuildError
 
 from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, block_sum, let_next_start, prelude, wait_for_previous
+from ..toolchain.driver import Launchable
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
 
@@ -141,12 +143,22 @@ class RmsNorm:
         dtype: of ``y``, bfloat16 or float16.
         device: a GPU.
         after: see ``toolchain.driver.Kernel``.
+        kernels: those of ``programs``, loaded elsewhere.
 
     Raises ``KernelBuildError`` if there is no such kernel.
     """
 
-    def __init__(self, hidden: int, eps: float, dtype: torch.dtype, device: torch.device, after: bool = True) -> None:
-        (self._kernel,) = require(self.programs(hidden, run_dtype(dtype)), device, after)
+    def __init__(
+        self,
+        hidden: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        after: bool = True,
+        kernels: Sequence[Launchable] | None = None,
+    ) -> None:
+        programs = self.programs(hidden, run_dtype(dtype))
+        (self._kernel,) = require(programs, device, after) if kernels is None else kernels
         self._eps = eps
 
     @staticmethod
@@ -163,8 +175,17 @@ class RmsNorm:
 class AddRmsNorm:
     """``x += delta`` in float32, then as ``RmsNorm``; takes what that takes."""
 
-    def __init__(self, hidden: int, eps: float, dtype: torch.dtype, device: torch.device, after: bool = True) -> None:
-        (self._kernel,) = require(self.programs(hidden, run_dtype(dtype)), device, after)
+    def __init__(
+        self,
+        hidden: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        after: bool = True,
+        kernels: Sequence[Launchable] | None = None,
+    ) -> None:
+        programs = self.programs(hidden, run_dtype(dtype))
+        (self._kernel,) = require(programs, device, after) if kernels is None else kernels
         self._eps = eps
 
     @staticmethod

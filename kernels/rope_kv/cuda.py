@@ -6,6 +6,7 @@ up to a power of two, so that a head's sum of squares is a sum over lanes. A blo
 
 # Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from deepinfer.errors import KernelBuildError
 
 from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, lanes_sum, let_next_start, prelude, wait_for_previous
+from ..toolchain.driver import Launchable
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
 
@@ -34,13 +36,14 @@ def block_heads_of(heads: int, lanes: int) -> int:
 
 
 def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: int, lanes: int, qk_norm: bool, dtype: str) -> Any:
-    """See ``reference.rope_kv``; caches ``[entries, kv_heads, head_dim]``. Without ``qk_norm`` neither ``weights`` nor ``eps`` is read."""
+    """See ``reference.rope_kv``; caches ``[entries, kv_heads, head_dim]``. No ``weights`` and ``eps`` without ``qk_norm``."""
     T = d.T
     rows, entries = T.dynamic("rows"), T.dynamic("entries")
     stored = d.stored(dtype)
     half = head_dim // 2
     turning, every = heads + kv_heads, heads + 2 * kv_heads
     shape = (block_heads, lanes, _WIDE)
+    blocks = -(-every // block_heads)
     add = lanes_sum(d, block_heads, lanes)
 
     @T.macro
@@ -64,6 +67,80 @@ def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: i
             a[h, i, v] = a[h, i, v] * scale[h, i] * low_weight[h, i, v]
             b[h, i, v] = b[h, i, v] * scale[h, i] * high_weight[h, i, v]
 
+    @T.macro
+    def turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps):
+        first = part * block_heads
+        low, high = d.acc(shape, stored), d.acc(shape, stored)
+        c, s = d.acc(shape, "float32"), d.acc(shape, "float32")
+        a, b = d.acc(shape, "float32"), d.acc(shape, "float32")
+        low_weight, high_weight = d.acc(shape, "float32"), d.acc(shape, "float32")
+        let_next_start(d)
+        if qk_norm:
+            for h, i, v in d.par(*shape):
+                if i * _WIDE + v < half:
+                    low_weight[h, i, v] = weights[T.if_then_else(first + h < heads, 0, 1), i * _WIDE + v]
+                    high_weight[h, i, v] = weights[T.if_then_else(first + h < heads, 0, 1), half + i * _WIDE + v]
+        wait_for_previous(d)
+        # a loop a read: numbers of one width only, so that a thread keeps its channels
+        for h, i, v in d.par(*shape):
+            if first + h < every and i * _WIDE + v < half:
+                low[h, i, v] = qkv[row, first + h, i * _WIDE + v]
+            else:
+                low[h, i, v] = T.cast(0.0, stored)
+        for h, i, v in d.par(*shape):
+            if first + h < every and i * _WIDE + v < half:
+                high[h, i, v] = qkv[row, first + h, half + i * _WIDE + v]
+            else:
+                high[h, i, v] = T.cast(0.0, stored)
+        for h, i, v in d.par(*shape):
+            if i * _WIDE + v < half:
+                c[h, i, v] = cosines[row, i * _WIDE + v]
+                s[h, i, v] = sines[row, i * _WIDE + v]
+        slot = T.if_then_else(slots[row] >= 0 and slots[row] < entries, slots[row], T.int64(0))
+        for h, i, v in d.par(*shape):
+            a[h, i, v] = T.cast(low[h, i, v], "float32")
+            b[h, i, v] = T.cast(high[h, i, v], "float32")
+        if qk_norm:
+            normalise(a, b, low_weight, high_weight, eps)
+        for h, i, v in d.par(*shape):
+            low[h, i, v] = T.if_then_else(
+                first + h < turning, T.cast(a[h, i, v] * c[h, i, v] - b[h, i, v] * s[h, i, v], stored), low[h, i, v]
+            )
+            high[h, i, v] = T.if_then_else(
+                first + h < turning, T.cast(b[h, i, v] * c[h, i, v] + a[h, i, v] * s[h, i, v], stored), high[h, i, v]
+            )
+        for h, i, v in d.par(*shape):
+            if first + h < heads and i * _WIDE + v < half:
+                q[row, first + h, i * _WIDE + v] = low[h, i, v]
+                q[row, first + h, half + i * _WIDE + v] = high[h, i, v]
+        for h, i, v in d.par(*shape):
+            if first + h >= heads and first + h < turning and i * _WIDE + v < half:
+                k_cache[slot, first + h - heads, i * _WIDE + v] = low[h, i, v]
+                k_cache[slot, first + h - heads, half + i * _WIDE + v] = high[h, i, v]
+        for h, i, v in d.par(*shape):
+            if first + h >= turning and first + h < every and i * _WIDE + v < half:
+                v_cache[slot, first + h - turning, i * _WIDE + v] = low[h, i, v]
+                v_cache[slot, first + h - turning, half + i * _WIDE + v] = high[h, i, v]
+
+    if qk_norm:
+
+        @T.prim_func
+        def rope_kv(
+            qkv: T.Tensor((rows, every, head_dim), stored),
+            cosines: T.Tensor((rows, half), "float32"),
+            sines: T.Tensor((rows, half), "float32"),
+            slots: T.Tensor((rows,), "int64"),
+            q: T.Tensor((rows, heads, head_dim), stored),
+            k_cache: T.Tensor((entries, kv_heads, head_dim), stored),
+            v_cache: T.Tensor((entries, kv_heads, head_dim), stored),
+            weights: T.Tensor((2, head_dim), "float32"),
+            eps: T.float32,
+        ):
+            with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=prelude(d)) as (row, part):
+                turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps)
+
+        return rope_kv
+
     @T.prim_func
     def rope_kv(
         qkv: T.Tensor((rows, every, head_dim), stored),
@@ -73,62 +150,9 @@ def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: i
         q: T.Tensor((rows, heads, head_dim), stored),
         k_cache: T.Tensor((entries, kv_heads, head_dim), stored),
         v_cache: T.Tensor((entries, kv_heads, head_dim), stored),
-        weights: T.Tensor((2, head_dim), "float32"),
-        eps: T.float32,
     ):
-        with T.Kernel(rows, T.ceildiv(every, block_heads), threads=block_heads * lanes, prelude=prelude(d)) as (row, part):
-            first = part * block_heads
-            low, high = d.acc(shape, stored), d.acc(shape, stored)
-            c, s = d.acc(shape, "float32"), d.acc(shape, "float32")
-            a, b = d.acc(shape, "float32"), d.acc(shape, "float32")
-            low_weight, high_weight = d.acc(shape, "float32"), d.acc(shape, "float32")
-            let_next_start(d)
-            if qk_norm:
-                for h, i, v in d.par(*shape):
-                    if i * _WIDE + v < half:
-                        low_weight[h, i, v] = weights[T.if_then_else(first + h < heads, 0, 1), i * _WIDE + v]
-                        high_weight[h, i, v] = weights[T.if_then_else(first + h < heads, 0, 1), half + i * _WIDE + v]
-            wait_for_previous(d)
-            # a loop a read: numbers of one width only, so that a thread keeps its channels
-            for h, i, v in d.par(*shape):
-                if first + h < every and i * _WIDE + v < half:
-                    low[h, i, v] = qkv[row, first + h, i * _WIDE + v]
-                else:
-                    low[h, i, v] = T.cast(0.0, stored)
-            for h, i, v in d.par(*shape):
-                if first + h < every and i * _WIDE + v < half:
-                    high[h, i, v] = qkv[row, first + h, half + i * _WIDE + v]
-                else:
-                    high[h, i, v] = T.cast(0.0, stored)
-            for h, i, v in d.par(*shape):
-                if i * _WIDE + v < half:
-                    c[h, i, v] = cosines[row, i * _WIDE + v]
-                    s[h, i, v] = sines[row, i * _WIDE + v]
-            slot = T.if_then_else(slots[row] >= 0 and slots[row] < entries, slots[row], T.int64(0))
-            for h, i, v in d.par(*shape):
-                a[h, i, v] = T.cast(low[h, i, v], "float32")
-                b[h, i, v] = T.cast(high[h, i, v], "float32")
-            if qk_norm:
-                normalise(a, b, low_weight, high_weight, eps)
-            for h, i, v in d.par(*shape):
-                low[h, i, v] = T.if_then_else(
-                    first + h < turning, T.cast(a[h, i, v] * c[h, i, v] - b[h, i, v] * s[h, i, v], stored), low[h, i, v]
-                )
-                high[h, i, v] = T.if_then_else(
-                    first + h < turning, T.cast(b[h, i, v] * c[h, i, v] + a[h, i, v] * s[h, i, v], stored), high[h, i, v]
-                )
-            for h, i, v in d.par(*shape):
-                if first + h < heads and i * _WIDE + v < half:
-                    q[row, first + h, i * _WIDE + v] = low[h, i, v]
-                    q[row, first + h, half + i * _WIDE + v] = high[h, i, v]
-            for h, i, v in d.par(*shape):
-                if first + h >= heads and first + h < turning and i * _WIDE + v < half:
-                    k_cache[slot, first + h - heads, i * _WIDE + v] = low[h, i, v]
-                    k_cache[slot, first + h - heads, half + i * _WIDE + v] = high[h, i, v]
-            for h, i, v in d.par(*shape):
-                if first + h >= turning and first + h < every and i * _WIDE + v < half:
-                    v_cache[slot, first + h - turning, i * _WIDE + v] = low[h, i, v]
-                    v_cache[slot, first + h - turning, half + i * _WIDE + v] = high[h, i, v]
+        with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=prelude(d)) as (row, part):
+            turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, None, None)
 
     return rope_kv
 
@@ -145,6 +169,7 @@ class RopeKv:
         qk_norm: whether heads are normalised first.
         eps: of that norm.
         after: see ``toolchain.driver.Kernel``.
+        kernels: those of ``programs``, loaded elsewhere.
 
     Raises ``KernelBuildError`` if there is no such kernel.
     """
@@ -159,12 +184,13 @@ class RopeKv:
         qk_norm: bool = False,
         eps: float = 0.0,
         after: bool = True,
+        kernels: Sequence[Launchable] | None = None,
     ) -> None:
         programs = self.programs(heads, kv_heads, head_dim, run_dtype(dtype), qk_norm)
-        (self._kernel,) = require(programs, device, after)
+        (self._kernel,) = require(programs, device, after) if kernels is None else kernels
         constants = dict(programs[0].constants)
         self._blocks = -(-(heads + 2 * kv_heads) // int(constants["block_heads"]))
-        self._qk_norm, self._eps = qk_norm, eps
+        self._eps = eps
 
     @staticmethod
     def programs(heads: int, kv_heads: int, head_dim: int, dtype: str, qk_norm: bool = False) -> list[Program]:
@@ -196,15 +222,14 @@ class RopeKv:
     ) -> None:
         """Arguments of ``reference.rope_kv``, ``out`` its ``q``, all contiguous; ``norm`` if the operator was made for one."""
         rows = qkv.shape[0]
-        entries = k_cache.shape[0] * k_cache.shape[1]
         if not rows:
             return
-        if self._qk_norm:
-            assert norm is not None
-            args = (qkv, cos, sin, slots, out, k_cache, v_cache, norm, self._eps, rows, entries)
-            self._kernel.launch((rows, self._blocks), *args)
+        entries = k_cache.shape[0] * k_cache.shape[1]
+        grid = (rows, self._blocks)
+        if norm is None:
+            self._kernel.launch(grid, qkv, cos, sin, slots, out, k_cache, v_cache, entries, rows)
         else:
-            self._kernel.launch((rows, self._blocks), qkv, cos, sin, slots, out, k_cache, v_cache, rows, entries)
+            self._kernel.launch(grid, qkv, cos, sin, slots, out, k_cache, v_cache, norm, self._eps, entries, rows)
 
 
 def programs_for(shape: ModelShape) -> list[Program]:

@@ -62,6 +62,11 @@ def wait_for_previous(d: Dialect) -> Any:
     return None if d.cpu else d.T.pdl_sync()
 
 
+def quotient(d: Dialect, x: Any, y: Any) -> Any:
+    """``x / y`` by the reciprocal that the hardware has, off by 2 in the last place at most; 0 for ``y`` from 2^126 on."""
+    return x / y if d.cpu else d.T.call_extern("float32", "__fdividef", x, y)
+
+
 def lanes_sum(d: Dialect, groups: int, lanes: int) -> Any:
     """Gives ``add(part, total)``: ``total[g, l]`` becomes the sum over ``part[g]`` ``[groups, lanes]`` for every ``l``. ``lanes`` is a
     power of two up to 32; neighbouring threads hold them."""

@@ -18,6 +18,13 @@ def run_dtype(dtype: torch.dtype) -> str:
     return _RUN_DTYPES[dtype]
 
 
+def even_blocks(reads: int, most: int = 128) -> tuple[int, int]:
+    """(blocks, threads of a block) that share out ``reads`` of a row, one a thread, in equal pieces: as few blocks as ``most`` threads
+    allow, in whole warps, of which the last may be idle in part."""
+    blocks = next(n for n in range(-(-reads // most), reads + 1) if reads % n == 0)
+    return blocks, -(-reads // (32 * blocks)) * 32
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What the kernels of a dense decoder follow from; the number of layers changes none of them.

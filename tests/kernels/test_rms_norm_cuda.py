@@ -11,7 +11,7 @@ from deepinfer.errors import KernelBuildError
 from deepinfer.kernels.rms_norm import rms_norm
 from deepinfer.kernels.rms_norm.cuda import AddRmsNorm, RmsNorm, block_of, programs_for
 from deepinfer.kernels.toolchain import Program
-from deepinfer.kernels.toolchain.shapes import LLAMA_8B, SMOLLM2_135M
+from deepinfer.kernels.toolchain.shapes import LLAMA_8B, SMOLLM2_135M, run_dtype
 from invariance_kit import depends_on_batch
 from kernel_kit import (
     DTYPES,
@@ -19,11 +19,11 @@ from kernel_kit import (
     ONE_ROUNDING,
     PLACES,
     check_machine_code,
-    cpu_kernel,
     device_of,
     kept_as,
+    kernels_at,
     lowered,
-    narrowest_access,
+    machine_accesses,
     random_rows,
     read_before_waiting,
     replayed,
@@ -38,19 +38,17 @@ def normed(
 ) -> torch.Tensor:
     """``y``; ``x`` has become the sum."""
     hidden = x.shape[1]
-    out = torch.empty(x.shape, device=x.device, dtype=kept_as(place, dtype))
     if place == "reference":
         if delta is not None:
             x += delta
         return rms_norm(x, weight, EPS, dtype)
-    kind = RmsNorm if delta is None else AddRmsNorm
-    if place == "c":
-        (program,) = kind.programs(hidden, str(dtype).removeprefix("torch."))
-        cpu_kernel(program)(x, *([] if delta is None else [delta]), weight, out, EPS)
-    elif delta is None:
-        RmsNorm(hidden, EPS, dtype, x.device, after)(x, weight, out)
+    out = torch.empty(x.shape, device=x.device, dtype=kept_as(place, dtype))
+    if delta is None:
+        kernels = kernels_at(place, RmsNorm.programs(hidden, run_dtype(dtype)))
+        RmsNorm(hidden, EPS, dtype, x.device, after, kernels)(x, weight, out)
     else:
-        AddRmsNorm(hidden, EPS, dtype, x.device, after)(x, delta, weight, out)
+        kernels = kernels_at(place, AddRmsNorm.programs(hidden, run_dtype(dtype)))
+        AddRmsNorm(hidden, EPS, dtype, x.device, after, kernels)(x, delta, weight, out)
     return out
 
 
@@ -108,7 +106,8 @@ def test_a_block_holds_a_row_of_any_real_width() -> None:
 def test_every_real_width_is_lowered_to_wide_accesses(hidden: int) -> None:
     (program,) = AddRmsNorm.programs(hidden, "bfloat16")
     assert lowered(program).threads == block_of(hidden)[1]
-    assert [narrowest_access(program, name) for name in ("x", "weight", "delta", "y")] == [16, 16, 8, 8]
+    steps, _ = block_of(hidden)
+    assert machine_accesses(program) == {"LDG": [64] * steps + [128] * 2 * steps, "STG": [64] * steps + [128] * steps}
 
 
 @pytest.mark.parametrize("program", [p for shape in (SMOLLM2_135M, LLAMA_8B) for p in programs_for(shape)], ids=lambda p: p.name)

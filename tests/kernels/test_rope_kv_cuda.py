@@ -12,18 +12,18 @@ from deepinfer.errors import KernelBuildError
 from deepinfer.kernels.rope import RopeParameters, RopeTable
 from deepinfer.kernels.rope_kv import rope_kv
 from deepinfer.kernels.rope_kv.cuda import RopeKv, block_heads_of, lanes_of, programs_for
-from deepinfer.kernels.toolchain.shapes import LLAMA_8B, QWEN3_8B, SMOLLM2_1_7B, SMOLLM2_135M, ModelShape
+from deepinfer.kernels.toolchain.shapes import LLAMA_8B, QWEN3_8B, SMOLLM2_1_7B, SMOLLM2_135M, ModelShape, run_dtype
 from kernel_kit import (
     DTYPES,
     KERNEL_PLACES,
     ONE_ROUNDING,
     PLACES,
     check_machine_code,
-    cpu_kernel,
     device_of,
     kept_as,
+    kernels_at,
     lowered,
-    narrowest_access,
+    machine_accesses,
     random_rows,
     read_before_waiting,
     replayed,
@@ -67,14 +67,11 @@ class Case:
         args = (self.qkv, self.cos, self.sin, self.slots, q, k, v)
         if self.place == "reference":
             rope_kv(*args, self.norm, EPS)
-        elif self.place == "cuda":
-            op = RopeKv(s.heads, s.kv_heads, s.head_dim, self.dtype, device, s.qk_norm, EPS, after)
-            op(*args, self.norm)
         else:
-            (program,) = RopeKv.programs(s.heads, s.kv_heads, s.head_dim, str(self.dtype).removeprefix("torch."), s.qk_norm)
-            weights = torch.empty(2, s.head_dim) if self.norm is None else self.norm
-            qkv = self.qkv.view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
-            cpu_kernel(program)(qkv, *args[1:5], k.flatten(0, 1), v.flatten(0, 1), weights, EPS)
+            programs = RopeKv.programs(s.heads, s.kv_heads, s.head_dim, run_dtype(self.dtype), s.qk_norm)
+            kernels = kernels_at(self.place, programs)
+            op = RopeKv(s.heads, s.kv_heads, s.head_dim, self.dtype, device, s.qk_norm, EPS, after, kernels)
+            op(*args, self.norm)
         return q, k, v
 
 
@@ -125,8 +122,7 @@ def test_without_a_norm_the_bits_are_those_of_the_reference(place: str, shape: M
     """Products and sums of single numbers, never fused."""
     case = case_of(place, shape, dtype, 64)
     found = case.run()
-    kept = kept_as(place, dtype)
-    expected = Case("reference", shape, kept, case.qkv, case.cos, case.sin, case.slots, None).run()
+    expected = Case("reference", shape, kept_as(place, dtype), case.qkv, case.cos, case.sin, case.slots, None).run()
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x, y)
 
@@ -175,8 +171,8 @@ def test_heads_are_shared_out_in_whole_warps() -> None:
 def test_accesses_are_wide(shape: ModelShape) -> None:
     (program,) = programs_for(shape)
     assert lowered(program).threads % 32 == 0
-    names = ("qkv", "q", "k_cache", "v_cache", "cosines", "sines")
-    assert {x: narrowest_access(program, x) for x in names} == dict.fromkeys(names, 16)
+    # halves of a head, of cos and sin and perhaps of the weights, and the slot
+    assert machine_accesses(program) == {"LDG": [64] + [128] * (10 if shape.qk_norm else 6), "STG": [128] * 6}
 
 
 @pytest.mark.parametrize("shape", [SMOLLM2_135M, QWEN3_8B, OTHER_HEADS[3]], ids=name)
