@@ -18,10 +18,10 @@ from ..toolchain.shapes import even_blocks, run_dtype
 _WIDE = 8  # numbers of a read
 
 
-def embedding(d: Dialect, hidden: int, blocks: int, threads: int, dtype: str) -> Any:
+def embedding(d: Dialect, vocab: int, hidden: int, blocks: int, threads: int, dtype: str) -> Any:
     """``x[r] = table[ids[r]]``: ``ids`` int64 ``[rows]``, ``table`` ``[vocab, hidden]`` in ``dtype``, ``x`` float32 ``[rows, hidden]``."""
     T = d.T
-    rows, vocab = T.dynamic("rows"), T.dynamic("vocab")
+    rows = T.dynamic("rows")
     stored = d.stored(dtype)
     shape = (threads, _WIDE)
 
@@ -33,7 +33,7 @@ def embedding(d: Dialect, hidden: int, blocks: int, threads: int, dtype: str) ->
             wide = d.acc(shape, "float32")
             let_next_start(d)
             wait_for_previous(d)
-            word = T.max(T.min(ids[row], T.cast(vocab - 1, "int64")), T.int64(0))
+            word = T.max(T.min(ids[row], T.int64(vocab - 1)), T.int64(0))
             for t, v in d.par(*shape):
                 if first + t * _WIDE + v < hidden:
                     kept[t, v] = table[word, first + t * _WIDE + v]
@@ -50,6 +50,7 @@ class Embedding:
     """``reference.embedding`` on a GPU.
 
     Args:
+        vocab: rows of the table.
         hidden: width of a row, a multiple of 8.
         dtype: of the table, bfloat16 or float16.
         device: a GPU.
@@ -60,26 +61,33 @@ class Embedding:
     """
 
     def __init__(
-        self, hidden: int, dtype: torch.dtype, device: torch.device, after: bool = True, kernels: Sequence[Launchable] | None = None
+        self,
+        vocab: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        after: bool = True,
+        kernels: Sequence[Launchable] | None = None,
     ) -> None:
-        programs = self.programs(hidden, run_dtype(dtype))
+        programs = self.programs(vocab, hidden, run_dtype(dtype))
         (self._kernel,) = require(programs, device, after) if kernels is None else kernels
         self._blocks, _ = even_blocks(hidden // _WIDE)
 
     @staticmethod
-    def programs(hidden: int, dtype: str) -> list[Program]:
+    def programs(vocab: int, hidden: int, dtype: str) -> list[Program]:
         """What it launches."""
         if hidden % _WIDE:
             raise KernelBuildError(f"rows of {hidden} numbers cannot be read 16 bytes at a time")
         blocks, threads = even_blocks(hidden // _WIDE)
-        return [Program("embedding", "embedding", shape_config(hidden=hidden, blocks=blocks, threads=threads, dtype=dtype), (FILE,))]
+        constants = shape_config(vocab=vocab, hidden=hidden, blocks=blocks, threads=threads, dtype=dtype)
+        return [Program("embedding", "embedding", constants, (FILE,))]
 
     def __call__(self, ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
         """``ids`` int64 ``[R]``, ``table`` ``[vocab, hidden]``, ``out`` float32 ``[R, hidden]``; all contiguous."""
         if rows := ids.shape[0]:
-            self._kernel.launch((rows, self._blocks), ids, table, out, rows, table.shape[0])
+            self._kernel.launch((rows, self._blocks), ids, table, out, rows)
 
 
 def programs_for(shape: ModelShape) -> list[Program]:
     """What a model of ``shape`` launches."""
-    return Embedding.programs(shape.hidden, shape.dtype)
+    return Embedding.programs(shape.vocab, shape.hidden, shape.dtype)

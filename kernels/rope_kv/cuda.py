@@ -125,7 +125,7 @@ def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: i
     if qk_norm:
 
         @T.prim_func
-        def rope_kv(
+        def norm_rope_kv(
             qkv: T.Tensor((rows, every, head_dim), stored),
             cosines: T.Tensor((rows, half), "float32"),
             sines: T.Tensor((rows, half), "float32"),
@@ -139,7 +139,7 @@ def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: i
             with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=prelude(d)) as (row, part):
                 turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps)
 
-        return rope_kv
+        return norm_rope_kv
 
     @T.prim_func
     def rope_kv(
@@ -227,9 +227,9 @@ class RopeKv:
         entries = k_cache.shape[0] * k_cache.shape[1]
         grid = (rows, self._blocks)
         if norm is None:
-            self._kernel.launch(grid, qkv, cos, sin, slots, out, k_cache, v_cache, entries, rows)
+            self._kernel.launch(grid, qkv, cos, sin, slots, out, k_cache, v_cache, rows, entries)
         else:
-            self._kernel.launch(grid, qkv, cos, sin, slots, out, k_cache, v_cache, norm, self._eps, entries, rows)
+            self._kernel.launch(grid, qkv, cos, sin, slots, out, k_cache, v_cache, norm, self._eps, rows, entries)
 
 
 def programs_for(shape: ModelShape) -> list[Program]:

@@ -92,7 +92,7 @@ class SwiGlu:
     def __call__(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         """``gate_up`` ``[R, 2 I]``, gate first, ``out`` ``[R, I]``; both contiguous and in the run dtype."""
         if rows := out.shape[0]:
-            self._kernel.launch((rows * self._blocks,), gate_up, out, rows * self._blocks, rows)
+            self._kernel.launch((rows * self._blocks,), gate_up, out, rows, rows * self._blocks)
 
 
 def programs_for(shape: ModelShape) -> list[Program]:

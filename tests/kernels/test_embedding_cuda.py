@@ -27,9 +27,9 @@ from kernel_kit import (
 def rows_of(place: str, dtype: torch.dtype, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     if place == "reference":
         return embedding(ids, table)
-    hidden = table.shape[1]
-    out = torch.empty(ids.shape[0], hidden, device=table.device)
-    Embedding(hidden, dtype, table.device, kernels=kernels_at(place, Embedding.programs(hidden, run_dtype(dtype))))(ids, table, out)
+    out = torch.empty(ids.shape[0], table.shape[1], device=table.device)
+    kernels = kernels_at(place, Embedding.programs(*table.shape, run_dtype(dtype)))
+    Embedding(*table.shape, dtype, table.device, kernels=kernels)(ids, table, out)
     return out
 
 
@@ -60,7 +60,7 @@ def test_machine_code(shape: ModelShape, tmp_path: Path) -> None:
     assert read_before_waiting(program) == set()
     assert machine_accesses(program) == {"LDG": [64, 128], "STG": [128, 128]}
     with pytest.raises(KernelBuildError, match="16 bytes"):
-        Embedding.programs(580, "bfloat16")
+        Embedding.programs(100, 580, "bfloat16")
 
 
 @pytest.mark.gpu
@@ -68,7 +68,7 @@ def test_a_captured_launch_reads_the_ids_of_its_replay() -> None:
     table = random_rows(1000, 4096, place="cuda", dtype=torch.bfloat16)
     ids = torch.zeros(64, dtype=torch.int64, device="cuda")
     out = torch.empty(64, 4096, device="cuda")
-    op = Embedding(4096, torch.bfloat16, table.device)
+    op = Embedding(1000, 4096, torch.bfloat16, table.device)
     replay = replayed(lambda: op(ids, table, out))
     for seed in range(3):
         ids.copy_(torch.randint(0, 1000, (64,), generator=torch.Generator().manual_seed(seed)))
