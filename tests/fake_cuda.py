@@ -6,7 +6,7 @@ to the host writes what the test says. Waits mean what they mean on a GPU: the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deepinfer.kernels.toolchain import Program, loading
 from deepinfer.platforms.cuda import CudaPlatform
 from deepinfer.worker import graphs
 from deepinfer.worker.sync_guard import configure, forbid_device_sync
@@ -155,8 +156,14 @@ class FakeCuda(TorchDispatchMode):
         self._pinned.clear()
 
 
+def _no_kernels(programs: Sequence[Program], *_: Any) -> None:
+    """Operators run on their references, of which shapes and waits are known."""
+    loading._missing[programs[0].op] = "a fake GPU runs no kernels"
+
+
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "Event", FakeEvent),
+    (loading, "load", _no_kernels),
     (graphs, "recorder_for", lambda _device: FakeRecorder()),
     (CudaPlatform, "count", staticmethod(lambda: 1)),
     (CudaPlatform, "describe", lambda _self: "a fake GPU"),

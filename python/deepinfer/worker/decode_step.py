@@ -13,7 +13,7 @@ import torch
 
 from deepinfer.distributed import ExpertGroup
 from deepinfer.errors import ModelContractError
-from deepinfer.kernels.begin_step import DecodeFields, StepWords, begin_step
+from deepinfer.kernels.begin_step import DecodeFields, StepWords, begin_step_on
 from deepinfer.kernels.begin_step.words import DELTAS, HEAD, IDS, POS, ROWS, SEQ_LEN, SLOTS, SOURCE, TABLE_ROW
 from deepinfer.models.base import DecodeRows, GraphModel, GreedyModel, Model, PagedGroup, StateGroup
 from deepinfer.models.contract import check_hidden
@@ -103,6 +103,7 @@ class DecodeGraphs:
         self.left = StepTokens(self._newest)
         self._words = ring.slots[0].d[BLOCK_FIELD]
         self._fields = DecodeFields.make(layout, device)
+        self._begin_step = begin_step_on(device)
         self._rows = {count: self._rows_of(count) for count in self.buckets}
         self._hidden: torch.Tensor | None = None
         self._replays: dict[tuple[bool, int], Replay] = {}
@@ -147,7 +148,7 @@ class DecodeGraphs:
     def _run(self, drawn: bool, rows: int) -> None:
         """One decode step of ``rows`` rows; ``drawn``: up to hidden states, else up to tokens."""
         deltas = self._delta_room[rows]
-        begin_step(self._words, self._layout, self._newest, self._table, self._fields, rows, deltas)
+        self._begin_step(self._words, self._layout, self._newest, self._table, self._fields, rows, deltas)
         hidden = self._model.decode(self._rows[rows], self._kv)
         check_hidden(self._model, hidden, rows)
         if not drawn:
