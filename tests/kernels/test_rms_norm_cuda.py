@@ -14,7 +14,6 @@ from deepinfer.kernels.toolchain import Program
 from deepinfer.kernels.toolchain.shapes import LLAMA_8B, SMOLLM2_135M, run_dtype
 from invariance_kit import depends_on_batch
 from kernel_kit import (
-    DTYPES,
     KERNEL_PLACES,
     ONE_ROUNDING,
     PLACES,
@@ -52,8 +51,7 @@ def normed(
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hidden", [576, 2048])
+@pytest.mark.parametrize(("hidden", "dtype"), [(576, torch.bfloat16), (576, torch.float16), (2048, torch.bfloat16)])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 def test_values(place: str, residual: bool, hidden: int, dtype: torch.dtype) -> None:
@@ -103,10 +101,17 @@ def test_a_block_holds_a_row_of_any_real_width() -> None:
 
 
 @pytest.mark.parametrize("hidden", REAL_WIDTHS)
-def test_every_real_width_is_lowered_to_wide_accesses(hidden: int) -> None:
+def test_every_real_width_is_lowered(hidden: int) -> None:
     (program,) = AddRmsNorm.programs(hidden, "bfloat16")
     assert lowered(program).threads == block_of(hidden)[1]
+
+
+@pytest.mark.parametrize(
+    "hidden", [pytest.param(hidden, marks=[] if hidden in (576, 5120) else pytest.mark.nightly) for hidden in REAL_WIDTHS]
+)
+def test_accesses_are_wide(hidden: int) -> None:
     steps, _ = block_of(hidden)
+    (program,) = AddRmsNorm.programs(hidden, "bfloat16")
     assert machine_accesses(program) == {"LDG": [64] * steps + [128] * 2 * steps, "STG": [64] * steps + [128] * steps}
 
 
