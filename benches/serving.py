@@ -95,7 +95,8 @@ def cpu_seconds(pid: int) -> float:
 def post(body: dict[str, Any]) -> bytes:
     """A request as its client sends it."""
     data = json.dumps(body).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(data) + data
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return head % len(data) + data
 
 
 async def read_stream(port: int, request: bytes) -> tuple[float, list[float], list[Any]]:

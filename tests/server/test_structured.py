@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +67,16 @@ def test_valid_malformed_hostile_valid_while_somebody_reads(limited: Served) -> 
     page = limited.get("/metrics").text
     for name, count in (("timeouts", 1), ("failures", 1), ("compiles", 1), ("cache_hits", 1), ("workers_killed", 1)):
         assert f'deepinfer:grammar_{name}_total{{model_name="tiny"}} {count}.0' in page, name
+
+
+@pytest.mark.nightly
+@grammar_kit.despite_load
+def test_streams_beside_a_timed_device_do_not_notice_compilation() -> None:
+    script = Path(__file__).parents[2] / "benches" / "grammars.py"
+    made = subprocess.run([sys.executable, str(script), "--json"], stdout=subprocess.PIPE, timeout=900, check=False)
+    figures = json.loads(made.stdout)
+    assert figures["right"], figures["statuses"]
+    assert figures["p99_ratio"] <= 1.2 and made.returncode == 0, figures
 
 
 def test_absurd_and_strict_ones_are_refused_before_a_stream_begins(limited: Served) -> None:

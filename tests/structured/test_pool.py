@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -286,6 +287,10 @@ def test_processes_are_light_and_polite() -> None:
             assert "libtorch" not in f.read()
         with open(f"/proc/{pid}/stat", encoding="ascii") as f:
             assert int(f.read().rsplit(")", 1)[1].split()[16]) == 19
+        assert os.getsid(pid) == pid, "it would use up its parent's share of the processors where these are shared out by session"
+        shared_out = Path("/proc/sys/kernel/sched_autogroup_enabled")
+        if shared_out.exists() and shared_out.read_text(encoding="ascii").strip() == "1":
+            assert Path(f"/proc/{pid}/autogroup").read_text(encoding="ascii").split()[1:] == ["nice", "19"]
         with open(f"/proc/{pid}/limits", encoding="ascii") as f:
             (line,) = (each for each in f if each.startswith("Max address space"))
         assert 4 << 30 < int(line.split()[3]) < 5 << 30

@@ -21,13 +21,19 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 LENGTHS = struct.Struct("<II")
 _PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10
 _LEAST_ALARM = 5
+_NICE = 19
+_NICE_AT_START = 10
+"""Starting costs most of a second of processor time: beside running streams it must be polite, and the first grammar waits for it."""
+_TRIES = 20
 
 
 def send(sock: socket.socket, said: Mapping[str, Any], data: bytes = b"") -> None:
@@ -72,10 +78,31 @@ def follow_parent(lifeline: int, parent: int) -> None:
         os._exit(1)
 
 
+def be_nice(value: int) -> None:
+    """Lowers this process's priority to at most that, among its session's processes and among everybody's.
+
+    Where the kernel shares processors out by session (autogroup), nice values count within one only. In its parent's session this process
+    would use up what the waiting server has saved, so it has one of its own, whose priority is lowered alike.
+    """
+    with contextlib.suppress(OSError):
+        if (now := os.nice(0)) < value:
+            os.nice(value - now)
+    if os.getsid(0) != os.getpid():
+        return
+    for _ in range(_TRIES):
+        try:
+            Path("/proc/self/autogroup").write_text(str(value), encoding="ascii")
+        except BlockingIOError:  # all processes of the machine together may do so ten times a second
+            time.sleep(0.1)
+        except OSError:
+            return
+        else:
+            return
+
+
 def limit(memory: int) -> None:
     """Gives what is to come ``memory`` bytes beyond what this process has now, and the lowest priority."""
-    with contextlib.suppress(OSError):
-        os.nice(19)
+    be_nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory and sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as f:
@@ -125,6 +152,7 @@ def serve(sock: socket.socket, memory: int, seconds: float) -> int:
 def main(arguments: list[str]) -> int:
     """Entry point; ``arguments`` are those named at the head of this file."""
     fd, lifeline, parent, memory = map(int, arguments[:4])
+    be_nice(_NICE_AT_START)
     follow_parent(lifeline, parent)
     return serve(socket.socket(fileno=fd), memory, float(arguments[4]))
 

@@ -279,7 +279,7 @@ class _Worker:
                 pass_fds=numbers[:2],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what the native code says there is collected, see `compiler`
-                process_group=0,  # the terminal's Ctrl-C is the parent's to handle
+                start_new_session=True,  # the terminal's Ctrl-C is the parent's to handle; see also `compile_process.be_nice`
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OMP_NUM_THREADS": "1"},
             )
         except BaseException:
