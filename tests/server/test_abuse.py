@@ -185,7 +185,7 @@ def abuse(front: Local, count: int, seed: int = 7) -> None:
         wrong = make is grammar
         if draw.random() < 0.02:  # truncated: less than it says, then gone
             with socket.create_connection(("127.0.0.1", front.port)) as cut:
-                head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body) + 50}\r\n\r\n".encode()
+                head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body) + 50}\r\n\r\n".encode()
                 cut.sendall((head + body)[: draw.randrange(len(head + body))])
             continue
         connection.request("POST", path, body, {"content-type": "application/json"})
@@ -210,7 +210,8 @@ async def leave(front: Local, count: int, at_once: int, seed: int = 3) -> None:
         body = {"prompt": "x" * draw.randint(1, 300), "max_tokens": 400, "ignore_eos": True, "n": draw.choice([1, 1, 3]), "seed": number}
         body["stream"] = draw.random() < 0.5
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head = f"{head}content-length: {len(data)}\r\n\r\n".encode()
         async with gate:
             reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
             cut = draw.random() < 0.1
@@ -227,7 +228,7 @@ async def leave(front: Local, count: int, at_once: int, seed: int = 3) -> None:
 async def pipelined(front: Local) -> None:
     """Two requests on one connection, the second one while the first is answered; then the client goes."""
     data = json.dumps({"prompt": "x", "max_tokens": 480, "ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n".encode()
     _, writer = await asyncio.open_connection("127.0.0.1", front.port)
     writer.write((head + data) * 2)
     while not front.state.calls:
@@ -266,7 +267,7 @@ def test_many_streams_at_once_lose_nothing(front: Local) -> None:
     async def stream(number: int) -> int:
         data = json.dumps({"prompt": "x", "max_tokens": 8, "ignore_eos": True, "stream": True, "return_token_ids": True, "seed": number})
         reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
-        writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n{data}".encode())
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n{data}".encode())
         tokens = 0
         while (line := await reader.readline()) != b"data: [DONE]\n":
             if line.startswith(b"data: "):

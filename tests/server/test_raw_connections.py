@@ -13,7 +13,7 @@ import pytest
 from deepinfer.server.settings import ServerSettings
 from server_kit import Local, local
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +38,17 @@ def raw(front: Local, *parts: bytes, pause: float = 0.1, seconds: float = 5) -> 
 
 def post(body: dict[str, object], version: bytes = b"1.1") -> bytes:
     data = json.dumps({"max_tokens": 3, "ignore_eos": True, "prompt": "the fox", **body}).encode()
-    return b"POST /v1/completions HTTP/%s\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (version, len(data), data)
+    return b"POST /v1/completions HTTP/%s\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (version, len(data), data)
 
 
 @pytest.mark.parametrize("headers", [b"x-a: " + b"y" * 100_000 + b"\r\n", b"x-a: yyyyyyyyyyyyy\r\n" * 6000], ids=["one", "many"])
 def test_headers_that_come_at_once_are_counted_too(front: Local, headers: bytes) -> None:
-    for first in (b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"):
-        got = raw(front, first, b"GET /health HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n")
+    for first in (b"", b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"):
+        got = raw(front, first, b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n")
         assert b"HTTP/1.1 431 " in got and got.count(b" 200 OK") == bool(first)
-    under = raw(front, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + headers[:60_000].rpartition(b"\r\n")[0] + b"\r\n\r\n")
+    under = raw(
+        front, b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + headers[:60_000].rpartition(b"\r\n")[0] + b"\r\n\r\n"
+    )
     assert under.startswith(b"HTTP/1.1 200 ")
 
 
@@ -61,18 +63,18 @@ def test_what_is_beside_a_body_in_pieces_is_bounded(front: Local, rest: bytes) -
 def test_a_body_that_nobody_reads_does_not_keep_a_connection(front: Local) -> None:
     for head in (b"GET /health HTTP/1.1", b"POST /nothing HTTP/1.1"):
         began = time.monotonic()
-        got = raw(front, head + b"\r\nhost: x\r\ncontent-length: 9000\r\n\r\n", b"x", b"x")
+        got = raw(front, head + b"\r\nhost: localhost\r\ncontent-length: 9000\r\n\r\n", b"x", b"x")
         assert got.count(b"HTTP/1.1 ") == 1 and time.monotonic() - began < 3
 
 
 def test_line_breaks_do_not_keep_a_connection(front: Local) -> None:
     began = time.monotonic()
-    raw(front, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", *[b"\r\n"] * 3)
+    raw(front, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", *[b"\r\n"] * 3)
     assert time.monotonic() - began < 3
 
 
 def test_a_line_break_behind_a_body_changes_nothing(front: Local) -> None:
-    got = raw(front, post({}) + b"\r\n", b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    got = raw(front, post({}) + b"\r\n", b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     assert got.count(b"HTTP/1.1 200 OK") == 2 and b'"version"' in got
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import signal
 import socket
 import time
@@ -26,6 +25,7 @@ from deepinfer.errors import EngineDeadError
 from deepinfer.server.app import build_app
 from deepinfer.server.chat.backend import make_ready
 from deepinfer.server.http.access_log import set_up
+from deepinfer.server.http.hosts import is_loopback
 from deepinfer.server.http.listen import Bound, http_protocol, many_descriptors
 from deepinfer.server.keys import read_keys
 from deepinfer.server.settings import ServerSettings
@@ -159,10 +159,8 @@ async def serve_ready(
 
 def warn_of_strangers(settings: ServerSettings, note: Note) -> None:
     """Says so where others than this machine's users can ask, and nobody needs a key."""
-    with contextlib.suppress(OSError, ValueError):
-        address = ipaddress.ip_address(socket.getaddrinfo(settings.host or None, None, flags=socket.AI_PASSIVE)[0][4][0])
-        if settings.uds is None and not address.is_loopback and not settings.api_key and settings.api_key_file is None:
-            note("warning: no keys are set, so that everyone who reaches this address can use the model; see --api-key-file")
+    if settings.uds is None and not is_loopback(settings.host) and not settings.api_key and settings.api_key_file is None:
+        note("warning: no keys are set, so that everyone who reaches this address can use the model; see --api-key-file")
 
 
 def listening(bound: Bound, names: Sequence[str], tokens: int) -> str:

@@ -6,6 +6,7 @@ Owns: :class:`ServerSettings`, its checks, the configuration file. Never touches
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from deepinfer.errors import ConfigError
 
+_HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f.:]*:[0-9A-Fa-f.:]*:[0-9A-Fa-f.:]*")
 Kind = Literal["text", "integer", "number", "switch", "list"]
 
 
@@ -48,6 +50,13 @@ class ServerSettings:
     host: str = _setting("127.0.0.1", "text", "address to listen on (default: 127.0.0.1, this machine only)", metavar="ADDRESS")
     port: int = _setting(8000, "integer", "port; 0 takes a free one (default: 8000)")
     uds: str | None = _setting(None, "text", "listen on a Unix socket instead", metavar="PATH")
+    allowed_host: tuple[str, ...] = _setting(
+        (),
+        "list",
+        "name that requests may ask by beside localhost and --host; may be repeated, * is any (default: only these where --host is a "
+        "loopback address, else any)",
+        metavar="NAME",
+    )
     api_key: tuple[str, ...] = _setting(
         (), "list", "key that clients must send; may be repeated (others see it in the list of processes: a file is safer)", metavar="KEY"
     )
@@ -124,6 +133,9 @@ class ServerSettings:
                 raise ConfigError(f"{flag(name)} must be a number of seconds of at least 0, got {getattr(self, name):g}")
         if self.chat_backend not in (about()["chat_backend"].choices or ()):
             raise ConfigError(f"--chat-backend must be auto, template or deepseek, got {self.chat_backend!r}")
+        for host in self.allowed_host:
+            if host != "*" and not _HOST_NAME.fullmatch(host):
+                raise ConfigError(f"--allowed-host takes a host name or an address, without port or path, or *; got {host!r}")
         for name in ("served_model_name", "api_key"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"{flag(name)} must not be empty")

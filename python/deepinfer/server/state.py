@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.server.admission import Admission
 from deepinfer.server.errors import ApiError
+from deepinfer.server.http.hosts import Hosts
 from deepinfer.server.keys import Keys
 from deepinfer.server.records import CallRecord
 from deepinfer.server.settings import ServerSettings
@@ -39,6 +40,7 @@ class ServerState:
         self.settings = settings
         self.model_names = settings.served_model_name or (llm.config.model,)
         self.keys = Keys(settings)
+        self.hosts = Hosts(settings)
         share = settings.front_processes  # each process admits its part
         answers = max(llm.max_num_seqs, 1) + settings.max_queued_requests
         self.admission = Admission(math.ceil(answers / share), math.ceil(settings.max_tokens_in_flight / share))

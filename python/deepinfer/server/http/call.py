@@ -135,6 +135,7 @@ class Call:
         self.state.calls.add(self)
         try:
             try:
+                self.state.hosts.check(self.headers.getlist("host"))
                 await handler(self)
                 if self._stream is not None:
                     await self._stream.end()
