@@ -57,6 +57,13 @@ def _check(code: int, what: str) -> None:
         raise KernelBuildError(f"{what}: {(name.value or b'error').decode()} ({code})")
 
 
+def launch_graph(graph: int, stream: int) -> None:
+    """Launches an instantiated CUDA graph on a stream, both as the addresses that torch gives. Raises ``KernelBuildError``."""
+    code = _library().cuGraphLaunch(ctypes.c_void_p(graph), ctypes.c_void_p(stream))
+    if code:
+        _check(code, "launching a graph")
+
+
 class Launchable(Protocol):
     """What operators launch; tests put kernels of the CPU target in its place."""
 

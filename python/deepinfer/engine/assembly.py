@@ -164,7 +164,9 @@ class Assembly:
             draft_temperatures=() if self.speculative is None else self.speculative.temperatures,
         )
         experts = None if self.group is None else self.group.experts
-        graph_rows = wanted_buckets(self.run, self.model, self.state, limits.device_drafts, experts)
+        graph_rows: Sequence[int] = []
+        if self.config.engine_type != "prompt":  # whose sequences go elsewhere to decode
+            graph_rows = wanted_buckets(self.run, self.model, self.state, limits.device_drafts, experts)
         return ModelRunner(
             self.model,
             paged,

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from deepinfer.kernels.toolchain.driver import launch_graph
+
 Work = Callable[[], None]
 Replay = Callable[[], None]
 
@@ -68,7 +70,15 @@ class CudaRecorder:
             raise
         graph.capture_end()
         self._graphs.append(graph)
-        return graph.replay
+        return self._launcher(graph)
+
+    def _launcher(self, graph: torch.cuda.CUDAGraph) -> Replay:
+        """Some versions of torch fill a generator's state ahead of each replay: two more launches, for numbers that nothing here draws."""
+        if not hasattr(graph, "raw_cuda_graph_exec"):
+            return graph.replay
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        instance, stream_of = graph.raw_cuda_graph_exec(), torch._C._cuda_getCurrentRawStream
+        return lambda: launch_graph(instance, stream_of(index))
 
 
 def can_record(device: torch.device) -> bool:
