@@ -1,8 +1,8 @@
 """Functions in C that a kernel calls where tile operators do not reach, written once for a GPU and for the CPU target.
 
-A text uses ``DEVICE`` for a function (which must return ``int``), ``THREAD`` and ``THREADS`` for loops over the threads of a block,
-``SYNC()`` between them, ``SHARED`` for memory of a block, and CUDA's atomic functions of 32- and 64-bit integers. On the CPU target a
-block has one thread.
+A text uses ``DEVICE`` for a function that the kernel calls (it returns ``int`` and has no ``const`` parameters) and ``INLINE`` for one of
+its own, ``THREAD`` and ``THREADS`` for loops over the threads of a block, ``SYNC()`` between them, ``SHARED`` for memory of a block,
+``block_total``, and CUDA's atomic functions of 32- and 64-bit integers. On the CPU target a block has one thread.
 """
 
 from __future__ import annotations
@@ -17,14 +17,31 @@ FILES = ("toolchain/imported.py", device_code.FILE)
 
 _GPU = """
 #define DEVICE extern "C" __device__ __forceinline__
+#define INLINE static __device__ __forceinline__
 #define SHARED __shared__
 #define THREAD ((int)threadIdx.x)
 #define THREADS ((int)blockDim.x)
 #define SYNC() __syncthreads()
 #define BITS_OF(x) __float_as_int(x)
 #define FLOAT_OF(x) __int_as_float(x)
+typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
+
+// Sum over a block of whole warps, in all of its threads.
+INLINE u64 block_total(u64 x) {
+  __shared__ u64 of_warp[32];
+  for (int step = 16; step; step /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, step);
+  if (threadIdx.x % 32 == 0)
+    of_warp[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0;
+  for (int warp = 0; warp < (int)blockDim.x / 32; ++warp)
+    x += of_warp[warp];
+  __syncthreads();
+  return x;
+}
 """
 
 _CPU = """
@@ -32,16 +49,20 @@ _CPU = """
 #include <string.h>
 #include <math.h>
 #define DEVICE extern "C"
+#define INLINE static inline
 #define SHARED static
 #define THREAD 0
 #define THREADS 1
 #define SYNC()
 #define __threadfence()
+typedef uint32_t u32;
 typedef uint64_t u64;
 typedef int64_t i64;
+INLINE u64 block_total(u64 x) { return x; }
 static inline int BITS_OF(float x) { int b; memcpy(&b, &x, 4); return b; }
 static inline float FLOAT_OF(int b) { float x; memcpy(&x, &b, 4); return x; }
 template <class T> static inline T atomicMax(T* p, T v) { T old = *p; if (v > old) *p = v; return old; }
+template <class T> static inline T atomicMin(T* p, T v) { T old = *p; if (v < old) *p = v; return old; }
 template <class T> static inline T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
 template <class T> static inline T atomicExch(T* p, T v) { T old = *p; *p = v; return old; }
 """

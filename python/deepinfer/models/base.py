@@ -247,6 +247,16 @@ class GreedyModel(Model, Protocol):
         """``hidden`` ``[R, hidden]`` → int32 or int64 ``[R]``: the largest of ``logits(hidden)``, the lowest id of equal ones."""
 
 
+@runtime_checkable
+class RunLogitsModel(Model, Protocol):
+    """A model whose head gives the run dtype, which ``logits`` widens: what only compares logits reads them as they are."""
+
+    dtype: torch.dtype
+
+    def run_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[R, vocab]`` in ``dtype``, contiguous: ``logits(hidden)`` is the same numbers in float32."""
+
+
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)
 _BUCKET_STEP = 32  # above the table
 

@@ -156,11 +156,13 @@ def check_hidden(model: Model, hidden: Any, rows: int) -> None:
         raise ModelContractError(f"{_of(model)}.forward must give [{rows}, hidden], one row for each of the batch, found {_kind(hidden)}")
 
 
-def check_logits(model: Model, logits: Any, rows: int) -> None:
-    """What ``logits`` gave for ``rows`` rows: shape and dtype only, nothing is read. Raises ``ModelContractError``."""
-    good = isinstance(logits, torch.Tensor) and logits.dtype == torch.float32 and tuple(logits.shape) == (rows, model.vocab_size)
+def check_logits(model: Model, logits: Any, rows: int, dtype: torch.dtype = torch.float32) -> None:
+    """What ``logits`` gave for ``rows`` rows, or ``run_logits`` with another ``dtype``: shape and dtype only, nothing is read. Raises
+    ``ModelContractError``."""
+    good = isinstance(logits, torch.Tensor) and logits.dtype == dtype and tuple(logits.shape) == (rows, model.vocab_size)
     if not good:
-        raise ModelContractError(f"{_of(model)}.logits must give float32 [{rows}, {model.vocab_size}], found {_kind(logits)}")
+        wanted = f"{'logits' if dtype == torch.float32 else 'run_logits'} must give {str(dtype).removeprefix('torch.')}"
+        raise ModelContractError(f"{_of(model)}.{wanted} [{rows}, {model.vocab_size}], found {_kind(logits)}")
 
 
 def _of(model: object) -> str:

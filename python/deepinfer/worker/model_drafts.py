@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepinfer.models.base import Drafter, ForwardBatch, Model, NewTokens
+from deepinfer.kernels.sample.columns import TOP_K
+from deepinfer.models.base import Drafter, ForwardBatch, Model, NewTokens, RunLogitsModel
 from deepinfer.models.contract import check_logits
 from deepinfer.worker.device_drafts import Chosen, DraftTable
 from deepinfer.worker.input_batch import SampledRows
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.sampler import Sampler, SampleRows
-from deepinfer.worker.sampling_state import DRAWS, EDITS, RANKED, TOP_K, SamplingState
+from deepinfer.worker.sampling_state import DRAWS, EDITS, RANKED, SamplingState
 from deepinfer.worker.step_ring import FLAG_GRAMMAR, FLAG_SAMPLES, Header, RingSlot
 
 
@@ -67,20 +68,31 @@ def choose_places(slot: RingSlot, header: Header, sampling: SamplingState) -> Pl
     return Places(count, int(np.bitwise_or.reduce(flags)), len(edit), len(plain), len(ranked), top_k)
 
 
-def sampling_logits(model: Model, hidden: torch.Tensor, slot: RingSlot, header: Header, chosen: Chosen | None) -> torch.Tensor:
-    """Logits float32 ``[r, vocab]`` of a step's sampling rows, ``hidden`` ``[T', d]`` of the rows that ran; a row that did not run has
-    those of some other row."""
+def head_logits(model: Model, hidden: torch.Tensor, narrow: bool) -> torch.Tensor:
+    """Logits ``[R, vocab]`` of ``hidden`` ``[R, d]``, checked: float32, or as the model's head gives them if that is enough
+    (``narrow``)."""
+    if narrow and isinstance(model, RunLogitsModel):
+        logits = model.run_logits(hidden)
+        check_logits(model, logits, len(hidden), model.dtype)
+    else:
+        logits = model.logits(hidden)
+        check_logits(model, logits, len(hidden))
+    return logits
+
+
+def sampling_logits(
+    model: Model, hidden: torch.Tensor, slot: RingSlot, header: Header, chosen: Chosen | None, narrow: bool = False
+) -> torch.Tensor:
+    """Logits ``[r, vocab]`` of a step's sampling rows (see ``head_logits``), ``hidden`` ``[T', d]`` of the rows that ran; a row that did
+    not run has those of some other row."""
     sample_row, r = slot.d["sample_row"], header.samples
     if chosen is None:
         # Where every row samples, they are the rows themselves, in order.
-        logits = model.logits(hidden if r == header.rows else hidden.index_select(0, sample_row[:r]))
-        check_logits(model, logits, r)
-        return logits
+        return head_logits(model, hidden if r == header.rows else hidden.index_select(0, sample_row[:r]), narrow)
     decoding = int(slot.a["cu_q"][header.decodes])  # rows of decoding sequences as planned: each of them samples
     ran, all_ran = decoding - header.cut, r - header.cut
     rows = torch.cat([torch.arange(ran, device=hidden.device), sample_row[decoding:r].long() - header.cut])
-    logits = model.logits(hidden.index_select(0, rows))
-    check_logits(model, logits, all_ran)
+    logits = head_logits(model, hidden.index_select(0, rows), narrow)
     return logits.index_select(0, torch.cat([chosen.place[:decoding], torch.arange(ran, all_ran, device=hidden.device)]))
 
 

@@ -10,18 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer.worker.sampling_state import (
-    DRAWS,
-    EDITS,
-    LOGPROBS,
-    MIN_LENGTH,
-    MIN_TOKENS,
-    PROMPT_LEN,
-    RANKED,
-    TOP_K,
-    RowSampling,
-    SamplingState,
-)
+from deepinfer.kernels.sample.columns import MIN_TOKENS, PROMPT_LEN, TOP_K
+from deepinfer.worker.sampling_state import DRAWS, EDITS, LOGPROBS, MIN_LENGTH, RANKED, RowSampling, SamplingState
 from deepinfer.worker.step import PromptPiece, Step
 from deepinfer.worker.step_ring import FLAG_PROMPT_LOGPROBS
 

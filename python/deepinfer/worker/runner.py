@@ -15,23 +15,25 @@ from numpy.typing import NDArray
 
 from deepinfer.distributed import ExpertGroup
 from deepinfer.kernels.linear import row_bucket, row_quantum
-from deepinfer.models.base import GraphModel, Model, PagedGroup, StatefulModel, StateGroup
+from deepinfer.kernels.sample.columns import NUM_COLUMNS
+from deepinfer.models.base import GraphModel, Model, PagedGroup, RunLogitsModel, StatefulModel, StateGroup
 from deepinfer.models.contract import check_hidden
 from deepinfer.platforms import to_device
 from deepinfer.worker import graphs as recording
 from deepinfer.worker.decode_step import BLOCK_FIELD, POSITIONS_FIELD, DecodeGraphs, step_words
 from deepinfer.worker.device_queue import DeviceQueue, Handed, StepTimes, Ticket, run_in_order
-from deepinfer.worker.grammar import MaskBuffers, apply_masks
+from deepinfer.worker.device_sampler import DeviceSampler
+from deepinfer.worker.grammar import MaskBuffers
 from deepinfer.worker.image_rows import ImageRows, without_images
 from deepinfer.worker.input_batch import InputBatch, one_sequence
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.logprobs import gather_logprobs
-from deepinfer.worker.model_drafts import ModelDrafts, RanStep, choose_places, sampling_logits
+from deepinfer.worker.model_drafts import ModelDrafts, RanStep, choose_places, head_logits, sampling_logits
 from deepinfer.worker.page_moves import PageMoves
 from deepinfer.worker.resolve import SlotMap, StepTokens
 from deepinfer.worker.row_choice import choose_prompts, choose_rows
 from deepinfer.worker.sampler import Sampler, SampleRows
-from deepinfer.worker.sampling_state import NUM_COLUMNS, RowSampling, SamplingState
+from deepinfer.worker.sampling_state import RowSampling, SamplingState
 from deepinfer.worker.state_places import StatePlaces, StateRules
 from deepinfer.worker.step import Admitted, GraphStep, PromptLogprobs, PromptPiece, Step, StepResult
 from deepinfer.worker.step_ring import ADMITTED_WORDS, START_RERUN, START_SLICE, StepRing
@@ -152,7 +154,10 @@ class ModelRunner:
             )
         self.sampling = SamplingState(limits.num_slots, model.vocab_size, device)
         self.masks = MaskBuffers(ring_slots, samples, model.vocab_size, device, pinned)
-        self._sampler = Sampler(self.sampling, model.vocab_size)
+        own_dtype = model.dtype if isinstance(model, RunLogitsModel) else torch.float32
+        kernels = DeviceSampler.on(device, model.vocab_size, own_dtype, samples)
+        self._sampler = Sampler(self.sampling, model.vocab_size, kernels)
+        self._narrow = kernels is not None and own_dtype != torch.float32  # whether the sampler reads what the head gives
         self._prompts: dict[int, RowSampling] = {}
         self._images = ImageRows()
         self._last: Step | None = None
@@ -463,18 +468,19 @@ class ModelRunner:
         ``[n]``); ``None`` = each sampling row is one token."""
         sampled, d, r = step.sampled, step.slot.d, step.header.samples
         chosen = step.chosen
+        narrow = self._narrow and not (chosen.masks or chosen.edit or chosen.logprobs)
         if step.replayed and self._graphs is not None:
-            logits, positions = self.model.logits(self._graphs.hidden(step)), d[POSITIONS_FIELD][:r].long()
+            logits, positions = head_logits(self.model, self._graphs.hidden(step), narrow), d[POSITIONS_FIELD][:r].long()
         else:
             assert step.hidden is not None and sampled is not None
-            logits = sampling_logits(self.model, step.hidden, step.slot, step.header, sampled.chosen)
+            logits = sampling_logits(self.model, step.hidden, step.slot, step.header, sampled.chosen, narrow)
             positions = sampled.rng_pos
         raw = None
         if chosen.logprobs:
             # Log-probabilities are those of the model: keep its logits from masks and the sampler's edits.
             raw = logits.index_select(0, d["logprob_rows"][: chosen.logprobs])
         if chosen.masks:
-            apply_masks(logits, d["mask_rows"][: chosen.masks], self.masks.upload(step.index, chosen.masks))
+            self._sampler.mask(logits, d["mask_rows"][: chosen.masks], self.masks.upload(step.index, chosen.masks))
         drafts = None
         if step.header.draft_rows and sampled is not None:
             offsets = d["sample_off"][: step.header.seqs + 1]
@@ -482,8 +488,8 @@ class ModelRunner:
             ids = sampled.ids if sampled.chosen is None else torch.where(sampled.chosen.runs, sampled.ids, -1)
             drafts = draft_rows(ids, d["sample_row"][:r], offsets, r, chosen.longest)
         if not chosen.flags:
-            tokens = torch.argmax(logits, dim=-1)
-            return tokens.to(torch.int32), None if drafts is None else accepted_counts(tokens, drafts)
+            tokens = self._sampler.greedy(logits)
+            return tokens, None if drafts is None else accepted_counts(tokens, drafts)
         pick = {name: d[name][:count].long() if count else None for name, count in chosen.parts().items()}
         rows = SampleRows(
             slots=d["row_slot"][:r].long(),

@@ -7,6 +7,9 @@ Two things make a draw exact, whatever the device, the batch or the order of add
 - the RNG is a function of (seed, position, draw id) in 64-bit integer arithmetic;
 - weights `exp(x - max)` are cut to integers so small that every partial sum over the vocabulary is exact in float64.
 Tokens less likely than 2**-37 of the most likely one (at a vocabulary of 49152) are thereby never drawn.
+
+On a GPU the exponential is ``kernels.sample.weights``, built from operations that are rounded alike everywhere, so that kernels (see
+``device_sampler``) and the operators here draw the same tokens. On a CPU it is torch's, which is faster there and has other last bits.
 """
 
 from __future__ import annotations
@@ -15,16 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
-from deepinfer.worker.counter_rng import TOKEN, random_bits, uniform
-from deepinfer.worker.sampling_state import (
-    BAD_WORDS,
-    BIAS,
+from deepinfer.kernels.sample import weight_power, weights
+from deepinfer.kernels.sample.columns import (
     FREQUENCY,
     GREEDY,
-    MIN_LENGTH,
     MIN_P,
     MIN_TOKENS,
-    PENALTIES,
     PRESENCE,
     PROMPT_LEN,
     REPETITION,
@@ -33,8 +32,11 @@ from deepinfer.worker.sampling_state import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    SamplingState,
 )
+from deepinfer.worker.counter_rng import TOKEN, random_bits, uniform
+from deepinfer.worker.device_sampler import DeviceSampler
+from deepinfer.worker.grammar import apply_masks
+from deepinfer.worker.sampling_state import BAD_WORDS, BIAS, MIN_LENGTH, PENALTIES, SamplingState
 from deepinfer.worker.verify import DraftRows, Proposals, accepted_counts, counting, coupled_draw
 
 _BLOCK = 256  # vocabulary entries whose weights are summed before searching
@@ -43,7 +45,7 @@ _FIRST_RANKS = 256  # ranked candidates looked at before all of them, where look
 
 def weight_scale(vocab_size: int) -> float:
     """Largest power of two at which the sum of ``vocab_size`` weights of at most that size is exact in float64."""
-    return 2.0 ** (53 - (vocab_size - 1).bit_length()) if vocab_size > 1 else 2.0**53
+    return 2.0 ** weight_power(vocab_size)
 
 
 def falling_keys(logits: torch.Tensor) -> torch.Tensor:
@@ -101,11 +103,28 @@ class Sampler:
     Args:
         state: sampling values by slot.
         vocab_size: width of logits.
+        kernels: what draws in place of torch operators.
+        portable: whether weights come from ``kernels.sample.weights``; ``None`` = on every device but a CPU.
     """
 
-    def __init__(self, state: SamplingState, vocab_size: int) -> None:
+    def __init__(self, state: SamplingState, vocab_size: int, kernels: DeviceSampler | None = None, portable: bool | None = None) -> None:
         self._state, self._vocab = state, vocab_size
         self._scale = weight_scale(vocab_size)
+        self._kernels = kernels
+        self._portable = state.table.device.type != "cpu" if portable is None else portable
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """The most likely token of each row, the lowest id where several are: int32 ``[r]``."""
+        if self._kernels is not None and self._kernels.reads(logits.dtype):
+            return self._kernels.greedy(logits)
+        return torch.argmax(logits, dim=-1).to(torch.int32)
+
+    def mask(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        """See ``grammar.apply_masks``."""
+        if self._kernels is None:
+            apply_masks(logits, rows, masks)
+        else:
+            self._kernels.mask(logits, rows, masks)
 
     def __call__(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
         """Tokens int64 ``[r]`` from logits float32 ``[r, vocab]``, which are edited in place.
@@ -134,6 +153,8 @@ class Sampler:
 
         ``before`` int64 ``[r, k]``: tokens behind those that the state has seen, oldest first, −1 beyond them.
         """
+        if self._kernels is not None:
+            return self._kernels.draw(logits, rows, before, self._state)
         if rows.edit is not None:
             slots, positions = rows.slots[rows.edit], rows.positions[rows.edit]
             behind = None if before is None else before[rows.edit]
@@ -242,8 +263,11 @@ class Sampler:
 
     def _weights(self, x: torch.Tensor, packed: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         """Whole numbers in float32: ``floor(exp((x - max) / temperature) * scale)``."""
-        x = x - x.gather(1, best.unsqueeze(1))
-        x /= packed.view(torch.float32)[:, TEMPERATURE : TEMPERATURE + 1]
+        largest, temperature = x.gather(1, best.unsqueeze(1)), packed.view(torch.float32)[:, TEMPERATURE : TEMPERATURE + 1]
+        if self._portable:
+            return weights(x, largest, temperature, weight_power(self._vocab))
+        x = x - largest
+        x /= temperature
         return x.exp_().mul_(self._scale).floor_()
 
     def _target(self, packed: torch.Tensor, positions: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

@@ -14,14 +14,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deepinfer.kernels.sample.columns import (
+    FREQUENCY,
+    GREEDY,
+    MIN_P,
+    MIN_TOKENS,
+    NUM_COLUMNS,
+    PRESENCE,
+    PROMPT_LEN,
+    REPETITION,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
 from deepinfer.models.images import ImageSpan
 from deepinfer.platforms import to_device
 from deepinfer.sampling import SamplingParams
-
-# Columns of the packed table, int32 words; floats are stored by their bits.
-TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, SEED_LOW, SEED_HIGH, PROMPT_LEN, MIN_TOKENS, GREEDY = range(12)
-NUM_COLUMNS = 12
-_FLOATS = (TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION)
 
 # What a slot asks of the sampler, as bits of `flags`.
 DRAWS, RANKED, BIAS, PENALTIES, BAD_WORDS, MIN_LENGTH, LOGPROBS = (1 << i for i in range(7))

@@ -130,6 +130,11 @@ class LlamaModel:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` ``[R, hidden]`` → float32 ``[R, vocab]``; the rows may be any choice of rows of ``forward``."""
+        return self.run_logits(hidden).float()
+
+    @torch.inference_mode()
+    def run_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``base.RunLogitsModel``."""
         if self._head is None:
             raise RuntimeError("finish_loading has not been called")
-        return self._head(hidden).float()
+        return self._head(hidden)
