@@ -66,8 +66,8 @@ def test_machine_code(shape: ModelShape, tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_a_captured_launch_reads_the_ids_of_its_replay() -> None:
     table = random_rows(1000, 4096, place="cuda", dtype=torch.bfloat16)
-    ids = torch.zeros(64, dtype=torch.int64, device="cuda")
-    out = torch.empty(64, 4096, device="cuda")
+    ids = torch.zeros(64, dtype=torch.int64, device=table.device)
+    out = torch.empty(64, 4096, device=table.device)
     op = Embedding(1000, 4096, torch.bfloat16, table.device)
     replay = replayed(lambda: op(ids, table, out))
     for seed in range(3):

@@ -185,28 +185,30 @@ def test_machine_code(shape: ModelShape, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [SMOLLM2_135M, QWEN3_8B, LLAMA_8B], ids=name)
 def test_overlapping_and_captured_launches_give_the_bits_of_separate_ones(shape: ModelShape) -> None:
-    """A chain in which each launch rotates what the one before wrote."""
+    """A chain in which each launch rotates what the one before wrote, two rows of memory by turns."""
     case = case_of("cuda", shape, torch.bfloat16, 256)
-    device = case.qkv.device
+    device, size = case.qkv.device, case.qkv.shape[1]
     answers = []
     for after in (False, True):
         op = RopeKv(shape.heads, shape.kv_heads, shape.head_dim, torch.bfloat16, device, shape.qk_norm, EPS, after)
-        qkv = case.qkv.clone()
-        out = torch.zeros(256, shape.heads + 2 * shape.kv_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
-        k, v = (torch.zeros(case.pages, PAGE_TOKENS, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16, device=device) for _ in range(2))
+        both = torch.zeros(2, 256 * size, dtype=torch.bfloat16, device=device)
+        caches = torch.zeros(2, case.pages, PAGE_TOKENS, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
 
-        def chain(op: RopeKv = op, qkv: torch.Tensor = qkv, out: torch.Tensor = out, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
+        def chain(op: RopeKv = op, both: torch.Tensor = both, caches: torch.Tensor = caches) -> None:
+            torch.mul(case.qkv.flatten(), 1, out=both[0])
+            torch.mul(case.qkv.flatten(), 0, out=both[1])
+            qkv = both.view(2, 256, size)
+            q = both[:, : 256 * shape.q_size].view(2, 256, shape.heads, shape.head_dim)
             for _ in range(20):
-                op(qkv, case.cos, case.sin, case.slots, out, k, v, case.norm)
-                op(out, case.cos, case.sin, case.slots, qkv, k, v, case.norm)
+                for one, other in ((0, 1), (1, 0)):
+                    op(qkv[one], case.cos, case.sin, case.slots, q[other], caches[0], caches[1], case.norm)
 
         chain()
-        answers.append((qkv.clone(), out.clone(), k.clone(), v.clone()))
+        answers.append((both.clone(), caches.clone()))
         replay = replayed(chain)
-        qkv.copy_(case.qkv)
-        out.zero_()
+        both.zero_()
+        caches.zero_()
         replay()
-        answers.append((qkv, out, k, v))
+        answers.append((both, caches))
     for answer in answers[1:]:
-        for x, y in zip(answer, answers[0], strict=True):
-            assert torch.equal(x, y)
+        assert torch.equal(answer[0], answers[0][0]) and torch.equal(answer[1], answers[0][1])
