@@ -1,12 +1,10 @@
 """Paged attention on a GPU: the same arithmetic for decoding rows, drafts and prompts.
 
-A *unit* is some consecutive rows of one sequence with the query heads of one KV head: up to 64 rows of a matrix product (``WIDE``, four
-warps), or one row of a sequence, up to 16 (``NARROW``, one warp, so that more blocks share a multiprocessor). A warp holds 16 rows either
-way, in the same places. A block walks the unit's 64-key tiles; every ``SEGMENT`` keys, counted from position 0, it closes a partial
-result (maximum, sum, weighted values) and adds it to the total, in the order of the segments. With few units the segments of one unit go
-to several blocks, which leave their partial results in memory, and a second kernel adds them up in the same order with the same
-operations: so the bits of a row depend neither on how its segments were spread nor on which rows stand beside it. Keys a row does not see
-have weight exactly zero.
+A *unit* is some consecutive rows of one sequence with the query heads of one KV head, up to 64 rows of a matrix product. A block walks the
+unit's 64-key tiles; every ``SEGMENT`` keys, counted from position 0, it closes a partial result (maximum, sum, weighted values) and adds
+it to the total, in the order of the segments. With few units the segments of one unit go to several blocks, which leave their partial
+results in memory, and a second kernel adds them up in the same order with the same operations: so the bits of a row depend neither on how
+its segments were spread nor on which rows stand beside it. Keys a row does not see have weight exactly zero.
 
 Formula: softmax(q k^T * scale) v with the maximum taken out (Milakov & Gimelshein 2018), weights rounded to the run dtype before the
 product with v, sums of the unrounded weights.
@@ -31,7 +29,7 @@ from ..toolchain.shapes import run_dtype
 KEYS = 64
 """Keys of a tile."""
 
-WIDE, NARROW = 64, 16
+WIDE = 64
 """Rows of a block: tokens times query heads of a KV head."""
 
 SEGMENT = 128
@@ -48,19 +46,17 @@ def unit_tokens(heads: int, kv_heads: int) -> int:
 
 
 def paged_attention(
-    d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, rows: int, splits: int, stages: int, dtype: str
+    d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, splits: int, stages: int, dtype: str
 ) -> Any:
     """One block for each (unit, KV head, split). ``splits`` = 1 writes ``out``; more leave partial results of every segment.
 
     ``window``: a row sees the last so many positions; 0 = all. ``position`` are those of the rows, ascending within a unit; rows
-    ``unit_first … unit_first + unit_count - 1`` belong to row ``unit_table`` of ``table``. A unit of 0 rows is skipped. ``NARROW`` blocks
-    take unit ``i`` to be row ``i``.
+    ``unit_first … unit_first + unit_count - 1`` belong to row ``unit_table`` of ``table``. A unit of 0 rows is skipped.
     ``part_value`` ``[rows, heads, segments, head_dim]`` and ``part_scale`` ``[2, rows, heads, segments]`` (maximum, sum) are float32.
     """
     T = d.T
     group = heads // kv_heads
-    tokens = rows // group
-    single = rows == NARROW
+    tokens = WIDE // group
     per_segment = SEGMENT // KEYS
     copies = max(1, KEYS // page_tokens)
     chunk = min(KEYS, page_tokens)
@@ -90,24 +86,24 @@ def paged_attention(
         part_scale: T.Tensor((2, part_rows, heads, segments), "float32"),
         log2_scale: T.float32,
     ):
-        with T.Kernel(units, kv_heads, splits, threads=2 * rows, prelude=prelude(d)) as (unit, head, split):
-            q_s = T.alloc_shared((rows, head_dim), dtype)
+        with T.Kernel(units, kv_heads, splits, threads=2 * WIDE, prelude=prelude(d)) as (unit, head, split):
+            q_s = T.alloc_shared((WIDE, head_dim), dtype)
             k_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
             v_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
-            score = T.alloc_fragment((rows, KEYS), "float32")
-            weight = T.alloc_fragment((rows, KEYS), dtype)
-            part = T.alloc_fragment((rows, head_dim), "float32")
-            part_top = T.alloc_fragment((rows,), "float32")
-            part_sum = T.alloc_fragment((rows,), "float32")
-            newer = T.alloc_fragment((rows,), "float32")
-            share = T.alloc_fragment((rows,), "float32")
-            keep = T.alloc_fragment((rows,), "float32")
-            seen = T.alloc_fragment((rows,), "int32")
+            score = T.alloc_fragment((WIDE, KEYS), "float32")
+            weight = T.alloc_fragment((WIDE, KEYS), dtype)
+            part = T.alloc_fragment((WIDE, head_dim), "float32")
+            part_top = T.alloc_fragment((WIDE,), "float32")
+            part_sum = T.alloc_fragment((WIDE,), "float32")
+            newer = T.alloc_fragment((WIDE,), "float32")
+            share = T.alloc_fragment((WIDE,), "float32")
+            keep = T.alloc_fragment((WIDE,), "float32")
+            seen = T.alloc_fragment((WIDE,), "int32")
             if splits == 1:
-                total = T.alloc_fragment((rows, head_dim), "float32")
-                top = T.alloc_fragment((rows,), "float32")
-                total_sum = T.alloc_fragment((rows,), "float32")
-                take = T.alloc_fragment((rows,), "float32")
+                total = T.alloc_fragment((WIDE, head_dim), "float32")
+                top = T.alloc_fragment((WIDE,), "float32")
+                total_sum = T.alloc_fragment((WIDE,), "float32")
+                take = T.alloc_fragment((WIDE,), "float32")
             first = T.alloc_var("int32")
             count = T.alloc_var("int32")
             row = T.alloc_var("int64")
@@ -120,12 +116,8 @@ def paged_attention(
 
             let_next_start(d)
             wait_for_previous(d)
-            if single:
-                first = unit
-                count = 1
-            else:
-                first = unit_first[unit]
-                count = unit_count[unit]
+            first = unit_first[unit]
+            count = unit_count[unit]
             if count > 0:
                 row = unit_table[unit]
                 last = T.cast(position[first + count - 1], "int32")
@@ -137,7 +129,7 @@ def paged_attention(
                 here = (T.ceildiv(tiles, per_segment) - split + splits - 1) // splits * per_segment
                 if (T.ceildiv(tiles, per_segment) - 1) % splits == split:
                     here = here - (T.ceildiv(tiles, per_segment) * per_segment - tiles)
-                for i in T.Parallel(rows):
+                for i in T.Parallel(WIDE):
                     seen[i] = T.cast(position[first + T.min(i // group, count - 1)], "int32")
                 for n in T.unroll(stages - 1):
                     if n < here:
@@ -146,7 +138,7 @@ def paged_attention(
                     else:
                         for _ in T.unroll(2 * copies):
                             T.ptx_commit_group()
-                for i, j in T.Parallel(rows, head_dim):
+                for i, j in T.Parallel(WIDE, head_dim):
                     q_s[i, j] = q[first + T.min(i // group, count - 1), head * group + i % group, j]
                 if splits == 1:
                     T.fill(total, 0)
@@ -174,7 +166,7 @@ def paged_attention(
                     T.sync_threads()
                     T.clear(score)
                     T.gemm(q_s, k_s[n % stages, :, :], score, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    for i, j in T.Parallel(rows, KEYS):
+                    for i, j in T.Parallel(WIDE, KEYS):
                         if window > 0:
                             score[i, j] = T.if_then_else(
                                 tile * KEYS + j <= seen[i] and tile * KEYS + j > seen[i] - window, score[i, j] * log2_scale, _LOWEST
@@ -182,17 +174,17 @@ def paged_attention(
                         else:
                             score[i, j] = T.if_then_else(tile * KEYS + j <= seen[i], score[i, j] * log2_scale, _LOWEST)
                     T.reduce_max(score, newer, dim=1, clear=True)
-                    for i in T.Parallel(rows):
+                    for i in T.Parallel(WIDE):
                         newer[i] = T.max(newer[i], part_top[i])
                         keep[i] = T.exp2(part_top[i] - newer[i])
                         part_top[i] = newer[i]
-                    for i, j in T.Parallel(rows, KEYS):
+                    for i, j in T.Parallel(WIDE, KEYS):
                         score[i, j] = T.exp2(score[i, j] - part_top[i])
                     T.reduce_sum(score, share, dim=1)
-                    for i in T.Parallel(rows):
+                    for i in T.Parallel(WIDE):
                         part_sum[i] = part_sum[i] * keep[i] + share[i]
                     T.copy(score, weight)
-                    for i, j in T.Parallel(rows, head_dim):
+                    for i, j in T.Parallel(WIDE, head_dim):
                         part[i, j] = part[i, j] * keep[i]
                     T.ptx_wait_group((2 * stages - 2) * copies)
                     T.sync_threads()
@@ -205,33 +197,195 @@ def paged_attention(
                     T.sync_threads()
                     if n % per_segment == per_segment - 1 or n == here - 1:
                         if splits > 1:
-                            for i, j in T.Parallel(rows, head_dim):
+                            for i, j in T.Parallel(WIDE, head_dim):
                                 if i < T.min(count, tokens) * group:
                                     part_value[first + i // group, head * group + i % group, tile // per_segment, j] = part[i, j]
-                            for i in T.Parallel(rows):
+                            for i in T.Parallel(WIDE):
                                 if i < T.min(count, tokens) * group:
                                     part_scale[0, first + i // group, head * group + i % group, tile // per_segment] = part_top[i]
                                     part_scale[1, first + i // group, head * group + i % group, tile // per_segment] = part_sum[i]
                         else:
-                            for i in T.Parallel(rows):
+                            for i in T.Parallel(WIDE):
                                 newer[i] = T.max(top[i], part_top[i])
                                 keep[i] = T.exp2(top[i] - newer[i])
                                 take[i] = T.exp2(part_top[i] - newer[i])
                                 top[i] = newer[i]
                                 total_sum[i] = total_sum[i] * keep[i] + part_sum[i] * take[i]
-                            for i, j in T.Parallel(rows, head_dim):
+                            for i, j in T.Parallel(WIDE, head_dim):
                                 total[i, j] = total[i, j] * keep[i] + part[i, j] * take[i]
-                        for i in T.Parallel(rows):
+                        for i in T.Parallel(WIDE):
                             part_sum[i] = 0
                             part_top[i] = _LOWEST
                         T.fill(part, 0)
                 if splits == 1:
-                    for i, j in T.Parallel(rows, head_dim):
+                    for i, j in T.Parallel(WIDE, head_dim):
                         if i < T.min(count, tokens) * group:
                             # adding 0 turns -0 into 0, of which empty tiles might have made either
                             out[first + i // group, head * group + i % group, j] = T.cast(total[i, j] / total_sum[i] + 0.0, dtype)
 
     return paged_attention
+
+
+def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, stages: int, dtype: str) -> Any:
+    """``paged_attention`` with one split for units of one row, unit ``i`` row ``i``: ``blocks`` blocks take a (row, KV head) after another
+    and fetch the next one's first tile while they work on the last of the one before. ``stages`` is 2."""
+    T = d.T
+    group = heads // kv_heads
+    per_segment = SEGMENT // KEYS
+    copies = max(1, KEYS // page_tokens)
+    chunk = min(KEYS, page_tokens)
+    groups = 2 * copies + 1  # of copies of a tile: the queries, its keys, its values
+    rows, pages, tables, width = (T.dynamic(n) for n in ("rows", "pages", "tables", "width"))
+
+    @T.macro
+    def fetch(source, target, table, row, tile, head, stage):
+        for n in T.unroll(copies):
+            column = T.min((tile * KEYS + n * chunk) // page_tokens, width - 1)
+            start = tile * KEYS % page_tokens if copies == 1 else 0
+            T.async_copy(source[table[row, column], start : start + chunk, head, :], target[stage, n * chunk : (n + 1) * chunk, :])
+
+    @T.prim_func
+    def decode_attention(
+        q: T.Tensor((rows, heads, head_dim), dtype),
+        k: T.Tensor((pages, page_tokens, kv_heads, head_dim), dtype),
+        v: T.Tensor((pages, page_tokens, kv_heads, head_dim), dtype),
+        table: T.Tensor((tables, width), "int32"),
+        position: T.Tensor((rows,), "int64"),
+        table_row: T.Tensor((rows,), "int64"),
+        out: T.Tensor((rows, heads, head_dim), dtype),
+        log2_scale: T.float32,
+        blocks: T.int32,
+    ):
+        with T.Kernel(blocks, threads=2 * WIDE, prelude=prelude(d)) as block:
+            q_s = T.alloc_shared((stages, WIDE, head_dim), dtype)
+            k_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
+            v_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
+            score = T.alloc_fragment((WIDE, KEYS), "float32")
+            weight = T.alloc_fragment((WIDE, KEYS), dtype)
+            part = T.alloc_fragment((WIDE, head_dim), "float32")
+            total = T.alloc_fragment((WIDE, head_dim), "float32")
+            part_top = T.alloc_fragment((WIDE,), "float32")
+            part_sum = T.alloc_fragment((WIDE,), "float32")
+            top = T.alloc_fragment((WIDE,), "float32")
+            total_sum = T.alloc_fragment((WIDE,), "float32")
+            newer = T.alloc_fragment((WIDE,), "float32")
+            share = T.alloc_fragment((WIDE,), "float32")
+            keep = T.alloc_fragment((WIDE,), "float32")
+            take = T.alloc_fragment((WIDE,), "float32")
+            todo = T.alloc_var("int32")
+            begun = T.alloc_var("int32")
+            unit = T.alloc_var("int32")  # worked on: row * kv_heads + head
+            tile = T.alloc_var("int32")
+            last = T.alloc_var("int32")
+            next_unit = T.alloc_var("int32")  # fetched
+            next_tile = T.alloc_var("int32")
+            next_last = T.alloc_var("int32")
+            next_row = T.alloc_var("int64")
+            let_next_start(d)
+            wait_for_previous(d)
+            todo = 0
+            for n in T.serial(T.ceildiv(rows * kv_heads - block, blocks)):
+                begun = 0
+                if window > 0:
+                    begun = T.max(T.cast(position[(block + n * blocks) // kv_heads], "int32") - (window - 1), 0) // SEGMENT * per_segment
+                todo = todo + T.cast(position[(block + n * blocks) // kv_heads], "int32") // KEYS + 1 - begun
+            unit = block
+            next_unit = block
+            next_last = T.cast(position[block // kv_heads], "int32")
+            next_row = table_row[block // kv_heads]
+            next_tile = 0
+            if window > 0:
+                next_tile = T.max(next_last - (window - 1), 0) // SEGMENT * per_segment
+            last = next_last
+            tile = next_tile
+            for n in T.serial(stages - 1):
+                row = next_unit // kv_heads
+                T.async_copy(q[row, next_unit % kv_heads * group : next_unit % kv_heads * group + group, :], q_s[n, 0:group, :])
+                fetch(k, k_s, table, next_row, next_tile, next_unit % kv_heads, n)
+                fetch(v, v_s, table, next_row, next_tile, next_unit % kv_heads, n)
+            T.fill(total, 0)
+            T.fill(total_sum, 0)
+            T.fill(top, _LOWEST)
+            T.fill(part, 0)
+            T.fill(part_sum, 0)
+            T.fill(part_top, _LOWEST)
+            for n in T.serial(todo):
+                if n + 1 < todo:
+                    next_tile = next_tile + 1
+                    if next_tile > next_last // KEYS:
+                        next_unit = next_unit + blocks
+                        next_last = T.cast(position[next_unit // kv_heads], "int32")
+                        next_row = table_row[next_unit // kv_heads]
+                        next_tile = 0
+                        if window > 0:
+                            next_tile = T.max(next_last - (window - 1), 0) // SEGMENT * per_segment
+                    row = next_unit // kv_heads
+                    T.async_copy(
+                        q[row, next_unit % kv_heads * group : next_unit % kv_heads * group + group, :], q_s[(n + 1) % stages, 0:group, :]
+                    )
+                    fetch(k, k_s, table, next_row, next_tile, next_unit % kv_heads, (n + 1) % stages)
+                    fetch(v, v_s, table, next_row, next_tile, next_unit % kv_heads, (n + 1) % stages)
+                else:
+                    for _ in T.unroll(groups):
+                        T.ptx_commit_group()
+                T.ptx_wait_group(groups + copies)
+                T.sync_threads()
+                T.clear(score)
+                T.gemm(q_s[n % stages, :, :], k_s[n % stages, :, :], score, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                for i, j in T.Parallel(WIDE, KEYS):
+                    if window > 0:
+                        score[i, j] = T.if_then_else(
+                            tile * KEYS + j <= last and tile * KEYS + j > last - window, score[i, j] * log2_scale, _LOWEST
+                        )
+                    else:
+                        score[i, j] = T.if_then_else(tile * KEYS + j <= last, score[i, j] * log2_scale, _LOWEST)
+                T.reduce_max(score, newer, dim=1, clear=True)
+                for i in T.Parallel(WIDE):
+                    newer[i] = T.max(newer[i], part_top[i])
+                    keep[i] = T.exp2(part_top[i] - newer[i])
+                    part_top[i] = newer[i]
+                for i, j in T.Parallel(WIDE, KEYS):
+                    score[i, j] = T.exp2(score[i, j] - part_top[i])
+                T.reduce_sum(score, share, dim=1)
+                for i in T.Parallel(WIDE):
+                    part_sum[i] = part_sum[i] * keep[i] + share[i]
+                T.copy(score, weight)
+                for i, j in T.Parallel(WIDE, head_dim):
+                    part[i, j] = part[i, j] * keep[i]
+                T.ptx_wait_group(groups)
+                T.sync_threads()
+                if last < tile * KEYS + KEYS - 1:
+                    for i, j in T.Parallel(KEYS, head_dim):
+                        v_s[n % stages, i, j] = T.if_then_else(tile * KEYS + i > last, T.cast(0, dtype), v_s[n % stages, i, j])
+                    T.sync_threads()
+                T.gemm(weight, v_s[n % stages, :, :], part, policy=T.GemmWarpPolicy.FullRow)
+                T.sync_threads()
+                if tile % per_segment == per_segment - 1 or tile == last // KEYS:
+                    for i in T.Parallel(WIDE):
+                        newer[i] = T.max(top[i], part_top[i])
+                        keep[i] = T.exp2(top[i] - newer[i])
+                        take[i] = T.exp2(part_top[i] - newer[i])
+                        top[i] = newer[i]
+                        total_sum[i] = total_sum[i] * keep[i] + part_sum[i] * take[i]
+                        part_sum[i] = 0
+                        part_top[i] = _LOWEST
+                    for i, j in T.Parallel(WIDE, head_dim):
+                        total[i, j] = total[i, j] * keep[i] + part[i, j] * take[i]
+                    T.fill(part, 0)
+                if tile == last // KEYS:
+                    for i, j in T.Parallel(WIDE, head_dim):
+                        if i < group:
+                            out[unit // kv_heads, unit % kv_heads * group + i, j] = T.cast(total[i, j] / total_sum[i] + 0.0, dtype)
+                    T.fill(total, 0)
+                    T.fill(total_sum, 0)
+                    T.fill(top, _LOWEST)
+                    unit = next_unit
+                    last = next_last
+                    tile = next_tile
+                else:
+                    tile = tile + 1
+
+    return decode_attention
 
 
 def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str) -> Any:
@@ -279,28 +433,19 @@ def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str)
 
 
 def attention_programs(heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, dtype: str) -> list[Program]:
-    """The kernels of one kind of layer: wide units, single rows, wide units in ``SPLITS`` splits, and what adds the latter up."""
+    """The kernels of one kind of layer: units, rows by themselves, units in ``SPLITS`` splits, and what adds the latter up."""
 
-    def attention(rows: int, splits: int) -> Program:
+    def program(factory: str, **choices: int) -> Program:
         constants = shape_config(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            page_tokens=page_tokens,
-            window=window,
-            rows=rows,
-            splits=splits,
-            stages=2,
-            dtype=dtype,
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, window=window, dtype=dtype, **choices
         )
-        return Program("paged_attention", "paged_attention", constants, uses=(FILE,), passes=PASSES)
+        return Program("paged_attention", factory, constants, uses=(FILE,), passes=PASSES)
 
     adding = shape_config(heads=heads, head_dim=head_dim, window=window, dtype=dtype)
-    narrow = NARROW if heads // kv_heads <= NARROW else WIDE
     return [
-        attention(WIDE, 1),
-        attention(narrow, 1),
-        attention(WIDE, SPLITS),
+        program("paged_attention", splits=1, stages=2),
+        program("decode_attention", stages=2),
+        program("paged_attention", splits=SPLITS, stages=2),
         Program("paged_attention", "add_segments", adding, uses=(FILE,), passes=PASSES),
     ]
 
@@ -310,6 +455,9 @@ SPLITS = 8
 
 SPLIT_ROWS = 16
 """Most rows of a step whose segments are shared out: with more, units fill the GPU by themselves."""
+
+_BLOCKS_OF_PROCESSOR = 2
+"""Blocks of ``decode_attention`` that a multiprocessor holds."""
 
 _LOG2_E = 1.4426950408889634
 
@@ -392,7 +540,7 @@ class PagedAttention:
     ) -> None:  # fmt: skip
         programs = attention_programs(heads, kv_heads, head_dim, page_tokens, window or 0, run_dtype(dtype))
         self._wide, self._single, self._split, self._add = require(programs, device, after=True)
-        self._single_reads_units = any(name == "unit_first" for name, _ in self._single.stored.args)
+        self._blocks = _BLOCKS_OF_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
         self._shape = (heads, head_dim)
         self._kv_heads = kv_heads
         self._scale = head_dim**-0.5 * _LOG2_E
@@ -405,11 +553,13 @@ class PagedAttention:
         count = units.first.shape[0]
         common = (q, k, v, units.table, units.position, units.first, units.count, units.row)
         if units.rows > SPLIT_ROWS:
-            if units.single and not self._single_reads_units:
-                one = (q, k, v, units.table, units.position, units.row, out, self._scale, units.table.shape[1], count)
-                self._single.launch((count, self._kv_heads), *one)
+            width = units.table.shape[1]
+            if units.single:
+                blocks = min(self._blocks, count * self._kv_heads)
+                one = (q, k, v, units.table, units.position, units.row, out, self._scale, blocks, count, width)
+                self._single.launch((blocks,), *one)
             else:
-                self._wide.launch((count, self._kv_heads), *common, out, self._scale, units.table.shape[1], count)
+                self._wide.launch((count, self._kv_heads), *common, out, self._scale, width, count)
             return
         width = units.table.shape[1]
         if self._scratch.segments * SEGMENT < width * k.shape[1]:

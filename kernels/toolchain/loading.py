@@ -49,6 +49,13 @@ def require(programs: Sequence[Program], device: torch.device, after: bool = Fal
     return kernels
 
 
+def prepare(programs: Sequence[Program], device: torch.device) -> None:
+    """Builds those of ``programs`` that are not in the store, all under one progress bar. Who needs one that cannot be built hears of
+    it when loading it."""
+    if device.type == "cuda":
+        default_store().get_all(programs, _Progress())
+
+
 def missing_kernels() -> dict[str, str]:
     """Operators of this process that run on their reference although a kernel was wanted, and why."""
     return dict(_missing)

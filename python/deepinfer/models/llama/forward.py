@@ -1,4 +1,4 @@
-"""How a Llama-family model is computed.
+"""How a Llama-family model is computed: by fused kernels on a GPU that has them (``fused``), else by reference operators, as here.
 
 Rows are padded once to a fixed set of counts and stay padded through all layers. The residual stream is float32;
 projections run in the run dtype, attention and norms in float32.
@@ -6,21 +6,23 @@ projections run in the run dtype, attention and norms in float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 
+from ...errors import KernelBuildError
 from ...kernels.kv_write import kv_write
 from ...kernels.linear import PackedLinear, pack_linear, row_bucket, row_quantum
 from ...kernels.paged_attention import make_plan, paged_attention, safe_query_block
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import RopeTable
 from ...kernels.swiglu import swiglu
-from ..base import ForwardBatch, PagedGroup, Source, StateGroup
+from ..base import DecodeRows, ForwardBatch, PagedGroup, Source, StateGroup
 from ..registry import architecture_of
 from .containers import LayerParameters, LlamaParameters
+from .fused import FusedForward
 from .ops import split_heads
 from .topology import LlamaTopology, read_topology
 
@@ -59,6 +61,7 @@ class LlamaModel:
         self._embed = parameters.embed
         self._norm = parameters.norm
         self._head: PackedLinear | None = None
+        self._fused: FusedForward | None = None
         self._query_block = 1
         self._row_quantum = row_quantum(device)
 
@@ -85,8 +88,19 @@ class LlamaModel:
         return self._places[name]
 
     def finish_loading(self) -> None:
-        """Packs the weights layer by layer and frees the unpacked ones."""
+        """Makes the fused forward if its kernels are there, else packs the weights for the reference operators."""
         self._places.close()
+        assert self._unpacked is not None
+        if self.device.type == "cuda":
+            try:
+                self._fused = FusedForward(self.topology, self._unpacked, self._rope, self.dtype, self.device)
+            except KernelBuildError:  # said once in a warning by whoever missed the kernel
+                self._fused = None
+        if self._fused is None:
+            self._pack()
+
+    def _pack(self) -> None:
+        """Packs the weights layer by layer and frees the unpacked ones."""
         parameters, self._unpacked = self._unpacked, None
         assert parameters is not None
         self._head = pack_linear(parameters.head, largest_rows=64 if self.device.type == "cpu" else None)
@@ -97,6 +111,12 @@ class LlamaModel:
 
     def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:
         """One paged group: keys and values of every layer, in the run dtype, under ``layers.<i>.k`` and ``layers.<i>.v``."""
+        if self._fused is not None:
+            try:
+                self._fused.use_pages(block_tokens)
+            except KernelBuildError:
+                self._fused = None
+                self._pack()
         names = tuple(name for pair in self._names for name in pair)
         source = Source(names, block_tokens, (self.topology.kv_heads, self.topology.head_dim), self.dtype)
         return [PagedGroup(block_tokens, (source,))], []
@@ -104,6 +124,8 @@ class LlamaModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: dict[str, torch.Tensor]) -> torch.Tensor:
         """Hidden states ``[T, hidden]`` in the run dtype after the final norm; writes K and V of the rows to ``kv``."""
+        if self._fused is not None:
+            return self._fused.forward(batch, self._names, kv)
         t = self.topology
         count = batch.ids.shape[0]
         rows = row_bucket(count, self._row_quantum)
@@ -135,6 +157,24 @@ class LlamaModel:
     @torch.inference_mode()
     def run_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``base.RunLogitsModel``."""
+        if self._fused is not None:
+            return self._fused.run_logits(hidden)
         if self._head is None:
             raise RuntimeError("finish_loading has not been called")
         return self._head(hidden)
+
+    def graph_rows(self, max_rows: int) -> Sequence[int] | None:
+        """See ``base.GraphModel``: none with reference operators, whose shapes follow from lengths."""
+        return None if self._fused is None else self._fused.graph_rows(max_rows)
+
+    @torch.inference_mode()
+    def decode(self, rows: DecodeRows, kv: dict[str, torch.Tensor]) -> torch.Tensor:
+        """See ``base.GraphModel``. Raises ``RuntimeError`` where ``graph_rows`` gives none."""
+        if self._fused is None:
+            raise RuntimeError("decode needs fused kernels; graph_rows says whether there are any")
+        return self._fused.decode(rows, self._names, kv)
+
+    @torch.inference_mode()
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``base.GreedyModel``."""
+        return self.logits(hidden).argmax(-1) if self._fused is None else self._fused.greedy(hidden)

@@ -1,9 +1,9 @@
 """A Llama-family model on a GPU by fused kernels.
 
-Per layer: norm · projection · rotation and cache write · attention · projection · sum and norm · projection · gated activation · projection ·
-sum and norm. The residual stream is float32, everything else the run dtype. A row's bits do not depend on the number of rows, which are padded
-only to counts that were compared when the model was loaded. Decode steps allocate nothing that outlives them and read no number of the host
-but the row count, so they can be recorded as graphs.
+Per layer: norm · projection · rotation and cache write · attention · projection · sum and norm · projection · gated activation ·
+projection · sum and norm. The residual stream is float32, everything else the run dtype. A row's bits do not depend on the number of rows,
+which are padded only to counts that were compared when the model was loaded. Decode steps allocate nothing that outlives them and read no
+number of the host but the row count, so they can be recorded as graphs.
 """
 
 from __future__ import annotations
