@@ -140,7 +140,8 @@ def machine_accesses(program: Program) -> dict[str, list[int]]:
     if disassembler is None:
         pytest.skip("no nvdisasm here: it comes with Triton or CUDA")
     found = lowered(program)
-    code, _ = compile_source(found.source, program.name, SM90A)
+    code, resources = compile_source(found.source, program.name, SM90A)
+    assert resources.spill_stores == resources.spill_loads == 0
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()

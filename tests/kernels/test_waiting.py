@@ -1,0 +1,38 @@
+"""Every kernel of a step lets the next one start, waits for those before, and reads nothing but weights until then."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import kernel_kit
+from deepinfer.kernels import registry
+from deepinfer.kernels.embedding.cuda import Embedding
+from deepinfer.kernels.toolchain import Program
+from deepinfer.kernels.toolchain.shapes import SMOLLM2_135M
+from kernel_kit import read_before_waiting
+
+ALWAYS = ("embedding", "rms_norm", "rope_kv", "swiglu")
+"""Operators looked at on every change; the others at night."""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(p, id=p.name, marks=[] if p.op in ALWAYS else pytest.mark.nightly) for p in registry.wanted(SMOLLM2_135M)],
+)
+def test_only_weights_are_read_before_waiting(program: Program) -> None:
+    assert read_before_waiting(program) <= {"weight", "weights"}
+
+
+def test_the_check_sees_a_read_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the same kernel with its wait at the end."""
+    (program,) = Embedding.programs(7, 64, "bfloat16")
+    assert read_before_waiting(program) == set()
+    found = kernel_kit.lowered(program)
+    wait = "  cudaGridDependencySynchronize();\n"
+    assert wait in found.source
+    body, _, _ = found.source.replace(wait, "").rpartition("}")
+    late = dataclasses.replace(found, source=f"{body}{wait}}}\n")
+    monkeypatch.setattr(kernel_kit, "lowered", lambda program: late)
+    assert read_before_waiting(program) == {"ids", "table", "x"}
