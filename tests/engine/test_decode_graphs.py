@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from deepinfer.engine import decode_graphs
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.step_log import line
 from deepinfer.errors import CapacityError, ConfigError, ModelContractError
 from deepinfer.models.llama.forward import LlamaModel
 from deepinfer.sampling import SamplingParams
@@ -79,9 +80,12 @@ def test_every_plain_decode_step_is_a_replay(overlap: bool, monkeypatch: pytest.
         generate(engine, random_prompts([5, 9, 30]), GREEDY)
         metrics = engine.metrics()
         assert metrics.graphs["replays"] == metrics.steps["decode"] > 15
+        assert f" · graphs {metrics.graphs['replays']} · " in line(None, metrics, 1.0)
+        before = metrics
         generate(engine, random_prompts([5, 9, 30], seed=1), GREEDY.clone(temperature=0.7, seed=3))
         metrics = engine.metrics()
         assert metrics.graphs["replays"] == metrics.steps["decode"] > 30
+        assert f" · graphs {metrics.graphs['replays'] - before.graphs['replays']} · " in line(before, metrics, 1.0)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.nightly) for s in range(2, 10))])
