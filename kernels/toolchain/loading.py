@@ -41,6 +41,12 @@ def load(programs: Sequence[Program], device: torch.device, after: bool = False,
     return kernels
 
 
+def prepare(programs: Sequence[Program], store: KernelStore | None = None) -> None:
+    """Builds what the store lacks of ``programs``, all at once and with one progress bar, so that ``load`` finds it. What cannot be built
+    is left to ``load``, which says so. For a model that has many operators."""
+    (store or default_store()).get_all(programs, _Progress())
+
+
 def require(programs: Sequence[Program], device: torch.device, after: bool = False) -> list[Kernel]:
     """As ``load``; raises ``KernelBuildError`` where that gives ``None``."""
     kernels = load(programs, device, after)

@@ -19,14 +19,13 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 from deepinfer.errors import KernelBuildError
 
-from .lowering import Lowered, lower
+from .lowering import lower
 from .nvrtc import Resources, compile_source, compiler
 from .program import SM90A, Program
 
@@ -156,16 +155,32 @@ class KernelStore:
 
     def build(self, program: Program) -> StoredKernel:
         """Lowers and compiles ``program`` and keeps it. Raises ``KernelBuildError``, also for a kernel that spills registers."""
-        lowered = lower(program, self.arch)
-        return self._compile(program, lowered)
+        kernel = compile_program(program, self.arch)
+        self.keep(kernel)
+        return kernel
+
+    def keep(self, kernel: StoredKernel) -> None:
+        """Writes a kernel. A folder that cannot be written costs time at the next start, not this one: it is a warning."""
+        try:
+            self._write(self._path(kernel.digest), kernel.packed())
+        except OSError as e:
+            if self.unwritten is None:
+                warnings.warn(
+                    f"compiled kernels cannot be kept and the next start builds them again: {e}; set {FOLDER_SWITCH} to a folder of yours",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            self.unwritten = str(e)
 
     def get_all(
         self, programs: Sequence[Program], progress: Callable[[int, int], None] | None = None
     ) -> dict[Program, StoredKernel | KernelBuildError]:
         """Each program's kernel, built if need be, or why there is none. ``progress`` is told (built so far, to be built).
 
-        Lowering runs one after another, compiling beside it on all cores.
+        Many are built in processes of their own (``building.build_all``).
         """
+        from .building import build_all
+
         found: dict[Program, StoredKernel | KernelBuildError] = {}
         missing: list[Program] = []
         for program in dict.fromkeys(programs):
@@ -176,64 +191,15 @@ class KernelStore:
                 found[program] = kept
         if not missing:
             return found
-        done = 0
-
-        def note() -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress(done, len(missing))
-
         if progress is not None:
             progress(0, len(missing))
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            waiting = []
-            for program in missing:
-                try:
-                    lowered = lower(program, self.arch)
-                except KernelBuildError as e:
-                    found[program] = e
-                    note()
-                    continue
-                waiting.append((program, pool.submit(self._compile, program, lowered)))
-            for program, future in waiting:
-                try:
-                    found[program] = future.result()
-                except KernelBuildError as e:
-                    found[program] = e
-                note()
+        for done, one in enumerate(build_all(missing, self.arch), 1):
+            if one.kernel is not None:
+                self.keep(one.kernel)
+            found[one.program] = one.kernel or KernelBuildError(one.error)
+            if progress is not None:
+                progress(done, len(missing))
         return found
-
-    def _compile(self, program: Program, lowered: Lowered) -> StoredKernel:
-        code, resources = compile_source(lowered.source, program.name, self.arch)
-        if resources.spill_stores or resources.spill_loads:
-            raise KernelBuildError(
-                f"{program.name} spills {resources.spill_stores} + {resources.spill_loads} bytes of registers on {self.arch}"
-            )
-        shared = lowered.shared + resources.static_shared
-        if shared > MOST_SHARED:
-            raise KernelBuildError(
-                f"{program.name} wants {shared} bytes of shared memory, a block may have {MOST_SHARED}; make tiles smaller"
-            )
-        digest = program.digest(self.arch)
-        kernel = StoredKernel(
-            program.name,
-            self.arch,
-            digest,
-            compiler(),
-            lowered.entry,
-            lowered.args,
-            lowered.places,
-            lowered.threads,
-            lowered.shared,
-            resources,
-            code,
-        )
-        try:
-            self._write(self._path(digest), kernel.packed())
-        except OSError as e:
-            self._not_kept(e)
-        return kernel
 
     def _path(self, digest: str) -> Path:
         return self.folder / f"{digest}{_KERNEL}"
@@ -251,15 +217,18 @@ class KernelStore:
                 os.unlink(temporary)
             raise
 
-    def _not_kept(self, error: OSError) -> None:
-        """A folder that cannot be written costs time at the next start, not this one."""
-        if self.unwritten is None:
-            warnings.warn(
-                f"compiled kernels cannot be kept and the next start builds them again: {error}; set {FOLDER_SWITCH} to a folder of yours",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        self.unwritten = str(error)
+
+def compile_program(program: Program, arch: str) -> StoredKernel:
+    """Lowers and compiles ``program``; needs no GPU. Raises ``KernelBuildError``, also for a kernel that spills registers."""
+    lowered = lower(program, arch)
+    code, used = compile_source(lowered.source, program.name, arch)
+    if used.spill_stores or used.spill_loads:
+        raise KernelBuildError(f"{program.name} spills {used.spill_stores} + {used.spill_loads} bytes of registers on {arch}")
+    shared = lowered.shared + used.static_shared
+    if shared > MOST_SHARED:
+        raise KernelBuildError(f"{program.name} wants {shared} bytes of shared memory, a block may have {MOST_SHARED}")
+    launch = (lowered.entry, lowered.args, lowered.places, lowered.threads, lowered.shared)
+    return StoredKernel(program.name, arch, program.digest(arch), compiler(), *launch, used, code)
 
 
 def distrust(status: os.stat_result) -> str | None:

@@ -22,7 +22,18 @@ from cli.running import environment
 from deepinfer.cli.app import main
 from deepinfer.errors import KernelBuildError
 from deepinfer.kernels import registry
-from deepinfer.kernels.toolchain import KernelStore, Program, StoredKernel, driver, loading, lowering, shape_config, store
+from deepinfer.kernels.toolchain import (
+    KernelStore,
+    Program,
+    StoredKernel,
+    build_process,
+    building,
+    driver,
+    loading,
+    lowering,
+    shape_config,
+    store,
+)
 from deepinfer.kernels.toolchain.nvrtc import Resources
 from deepinfer.kernels.toolchain.shapes import SMOLLM2_135M
 from kernel_kit import needs_compiler
@@ -191,6 +202,37 @@ def test_processes_may_build_into_one_folder_at_a_time(tmp_path: Path) -> None:
     programs = registry.programs(SMOLLM2_135M, "rms_norm")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{p.digest('sm_90a')}.kernel" for p in programs)
     assert all(KernelStore(tmp_path).find(p) for p in programs)
+
+
+@needs_compiler
+def test_many_are_built_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits, through the death of one of them, and an error goes to its own kernel."""
+    monkeypatch.setattr(building, "_WORTH_A_PROCESS", 1)
+    wrong = dataclasses.replace(NORM, factory="gone")
+    seen = {one.program: one for one in building.build_all([wrong, NORM, OTHER], jobs=2)}
+    assert seen[NORM].kernel == building._build(NORM, "sm_90a").kernel and seen[OTHER].kernel is not None
+    assert seen[wrong].kernel is None and "gone" in (seen[wrong].error or "")
+    monkeypatch.setattr(building, "packed", lambda program: "no JSON" if program == wrong else build_process.packed(program))
+    seen = {one.program: one for one in building.build_all([wrong, NORM, OTHER], jobs=2)}
+    assert seen[wrong].error == f"{wrong.name}: the process that built it died (exit code 1)"
+    assert seen[NORM].kernel is not None and seen[OTHER].kernel is not None
+
+
+@needs_compiler
+def test_who_stops_listening_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "_WORTH_A_PROCESS", 1)
+    started: list[subprocess.Popen[str]] = []
+    real = building._Builder._start
+    monkeypatch.setattr(building._Builder, "_start", lambda builder: started.append(process := real(builder)) or process)
+    building_now = building.build_all([NORM, OTHER, NORM, OTHER, NORM, OTHER], jobs=2)
+    next(building_now)
+    building_now.close()  # type: ignore[attr-defined]
+    assert started and all(process.returncode is not None for process in started)
+
+
+def test_a_program_survives_the_way_to_another_process() -> None:
+    program = Program("op", "f", shape_config(n=1, x=0.5, fast=True, dtype="bfloat16"), ("op/part.py",), (("tl.a", 1),))
+    assert build_process.unpacked(build_process.packed(program)) == program
 
 
 START = """

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [entry for entry in entries if store.find(entry.program) is None]
     if missing:
         _make(folder)
-    built = build(missing, folder, args) if missing else []
+    built = build(missing, args, store.keep) if missing else []
     failed = [one for one in built if one.error is not None]
     seconds = time.perf_counter() - start
     done, kept = len(built) - len(failed), len(entries) - len(missing)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.cli import console
@@ -38,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     entries = chosen(args)
     resources.recorded(args.arch)  # damaged? before minutes are spent
-    with tempfile.TemporaryDirectory(prefix="deepinfer-kernels-") as scratch:
-        built = build(entries, Path(scratch), args)
+    built = build(entries, args)
     kernels = [one.kernel for one in built if one.kernel is not None]
     failures = [str(one.error) for one in built if one.error is not None]
     if args.record:

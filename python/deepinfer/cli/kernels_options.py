@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from deepinfer.cli import console
@@ -13,6 +11,7 @@ from deepinfer.cli import console
 if TYPE_CHECKING:
     from deepinfer.kernels.registry import Entry
     from deepinfer.kernels.toolchain.building import Built
+    from deepinfer.kernels.toolchain.store import StoredKernel
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +53,8 @@ def chosen(args: argparse.Namespace) -> list[Entry]:
     return list(registry.entries(None if args.shape is None else {args.shape: NAMED[args.shape]}))
 
 
-def build(entries: Sequence[Entry], folder: Path, args: argparse.Namespace) -> list[Built]:
-    """Builds all of ``entries`` into ``folder`` with a progress bar on terminals; in the order of ``entries``.
+def build(entries: Sequence[Entry], args: argparse.Namespace, keep: Callable[[StoredKernel], None] | None = None) -> list[Built]:
+    """Compiles all of ``entries`` with a progress bar on terminals; in the order of ``entries``. ``keep`` gets each kernel that is done.
 
     Raises:
         UserError: ``--jobs`` is no number of processes.
@@ -65,16 +64,17 @@ def build(entries: Sequence[Entry], folder: Path, args: argparse.Namespace) -> l
     from deepinfer.kernels.toolchain.lowering import check_tilelang
     from deepinfer.kernels.toolchain.nvrtc import compiler
 
-    jobs = len(os.sched_getaffinity(0)) if args.jobs is None else args.jobs
-    if jobs < 1:
-        raise console.UserError(f"--jobs {jobs} must be at least 1")
+    if args.jobs is not None and args.jobs < 1:
+        raise console.UserError(f"--jobs {args.jobs} must be at least 1")
     check_tilelang()
     compiler()
     programs = [entry.program for entry in entries]
     built = {}
     with console.progress(len(programs), "building kernels", "kernel") as bar:
-        for one in build_all(programs, folder, args.arch, jobs):
+        for one in build_all(programs, args.arch, args.jobs):
             built[one.program] = one
+            if keep is not None and one.kernel is not None:
+                keep(one.kernel)
             bar.update()
     return [built[program] for program in programs]
 
