@@ -14,6 +14,9 @@ from .driver import Kernel
 from .program import Program
 from .store import KernelStore, default_store
 
+_CAPABILITY = (9, 0)
+"""Of the GPUs that ``program.SM90A`` is machine code for."""
+
 _missing: dict[str, str] = {}
 
 
@@ -23,8 +26,9 @@ def load(programs: Sequence[Program], device: torch.device, after: bool = False,
     what is not in the store, with a progress bar on terminals."""
     store = store or default_store()
     op = programs[0].op
-    found = store.get_all(programs, _Progress())
     try:
+        _check_device(device)
+        found = store.get_all(programs, _Progress())
         kernels = []
         for program in programs:
             kept = found[program]
@@ -41,12 +45,6 @@ def load(programs: Sequence[Program], device: torch.device, after: bool = False,
     return kernels
 
 
-def prepare(programs: Sequence[Program], store: KernelStore | None = None) -> None:
-    """Builds what the store lacks of ``programs``, all at once and with one progress bar, so that ``load`` finds it. What cannot be built
-    is left to ``load``, which says so. For a model that has many operators."""
-    (store or default_store()).get_all(programs, _Progress())
-
-
 def require(programs: Sequence[Program], device: torch.device, after: bool = False) -> list[Kernel]:
     """As ``load``; raises ``KernelBuildError`` where that gives ``None``."""
     kernels = load(programs, device, after)
@@ -58,8 +56,18 @@ def require(programs: Sequence[Program], device: torch.device, after: bool = Fal
 def prepare(programs: Sequence[Program], device: torch.device) -> None:
     """Builds those of ``programs`` that are not in the store, all under one progress bar. Who needs one that cannot be built hears of
     it when loading it."""
-    if device.type == "cuda":
+    if device.type == "cuda" and _capability(device) == _CAPABILITY:
         default_store().get_all(programs, _Progress())
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and (found := _capability(device)) != _CAPABILITY:
+        need, have = (f"{major}.{minor}" for major, minor in (_CAPABILITY, found))
+        raise KernelBuildError(f"kernels are compiled for compute capability {need}, this GPU has {have}")
 
 
 def missing_kernels() -> dict[str, str]:

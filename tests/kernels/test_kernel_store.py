@@ -363,6 +363,16 @@ def test_a_launch_that_fails_says_of_what(fake: FakeDriver, own_store: KernelSto
         kernel.launch((1,), torch.zeros(1), torch.zeros(1), 0.5, 1)
 
 
+def test_another_kind_of_gpu_stays_with_its_references(own_store: KernelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is built for it first."""
+    put(own_store.folder, NORM)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(KernelStore, "get_all", lambda *_: pytest.fail("builds"))
+    with pytest.warns(RuntimeWarning, match=r"compiled for compute capability 9\.0, this GPU has 8\.0"):
+        assert loading.load([NORM], torch.device("cuda")) is None
+    loading.prepare([NORM], torch.device("cuda"))
+
+
 def test_without_a_driver_an_operator_stays_with_its_reference(own_store: KernelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
