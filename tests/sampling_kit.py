@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.argmax.cuda import Argmax
-from deepinfer.kernels.sample.cuda import Draws, Edits
+from deepinfer.kernels.sample.cuda import Draws, Edits, Logprobs
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.device_sampler import DeviceSampler
 from deepinfer.worker.sampler import Sampler, SampleRows
@@ -27,7 +27,8 @@ def device_sampler(place: str, vocab: int, dtypes: dict[torch.dtype, torch.dtype
         name = str(dtype).removeprefix("torch.")
         argmax = Argmax(vocab, dtype, max_rows, device, kernels=kernels_at(place, Argmax.programs(vocab, name)))
         made[kept] = (argmax, Draws(vocab, dtype, max_rows, device, kernels=kernels_at(place, Draws.programs(vocab, name))))
-    return DeviceSampler(Edits(vocab, device, kernels=kernels_at(place, Edits.programs(vocab))), made)
+    logprobs = Logprobs(vocab, device, kernels=kernels_at(place, Logprobs.programs(vocab)))
+    return DeviceSampler(Edits(vocab, device, kernels=kernels_at(place, Edits.programs(vocab))), made, logprobs)
 
 
 @dataclass

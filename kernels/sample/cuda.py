@@ -19,7 +19,7 @@ from ..toolchain.driver import Launchable
 from ..toolchain.loading import require
 from .columns import NUM_COLUMNS
 from .reference import weight_power
-from .text import EDIT, MASK, PLAIN, RANKED, functions
+from .text import BUCKETS, EDIT, LOGPROBS, MASK, PLACES, PLAIN, RANKED, functions
 
 CHUNK = 4096
 """Ids of a block, where blocks share a row."""
@@ -173,7 +173,7 @@ def draw_ranked(d: Dialect, vocab: int, threads: int, dtype: str) -> Any:
     """As ``draw_plain`` for rows under ``top_k``, ``top_p`` and ``min_p``, a block a row. Grid: ``(count,)``."""
     T = d.T
     rows, count, seqs, slots_ = (T.dynamic(name) for name in ("rows", "count", "seqs", "slots_"))
-    text = imported.prelude(d, functions(RANKED, value=_value(d, dtype)))
+    text = imported.prelude(d, functions(PLACES, RANKED, value=_value(d, dtype)))
     power = weight_power(vocab)
 
     @T.prim_func
@@ -205,6 +205,46 @@ def draw_ranked(d: Dialect, vocab: int, threads: int, dtype: str) -> Any:
             )
 
     return draw_ranked
+
+
+def logprob_rows(d: Dialect, vocab: int, threads: int) -> Any:
+    """For each row of ``x`` float32 ``[rows, vocab]``: ``largest``, ``total`` of its weights at temperature 1 (−1 where the largest is not
+    finite), ``rank`` of ``tokens``, and ``ids`` int32 ``[rows, most]``, the most likely in falling order, ``most`` ≤ 1024. Grid:
+    ``(rows,)``."""
+    T = d.T
+    rows, listed = T.dynamic("rows"), T.dynamic("listed")
+    power = weight_power(vocab)
+    text = imported.prelude(d, functions(PLACES, LOGPROBS))
+
+    @T.prim_func
+    def logprob_rows(
+        x: T.Tensor((rows, vocab), "float32"),
+        tokens: T.Tensor((rows,), "int64"),
+        largest: T.Tensor((rows,), "float32"),
+        total: T.Tensor((rows,), "int64"),
+        rank: T.Tensor((rows,), "int32"),
+        ids: T.Tensor((listed,), "int32"),
+        most: T.int32,
+    ):
+        with T.Kernel(rows, threads=threads, prelude=text) as nth:
+            let_next_start(d)
+            wait_for_previous(d)
+            imported.call(
+                d,
+                "logprob_row",
+                T.address_of(x[0, 0]),
+                T.address_of(tokens[0]),
+                T.address_of(largest[0]),
+                T.address_of(total[0]),
+                T.address_of(rank[0]),
+                T.address_of(ids[0]),
+                nth,
+                most,
+                vocab,
+                power,
+            )
+
+    return logprob_rows
 
 
 _THREADS, _ROW_THREADS = 256, 512  # of a block that has a part of a row, of one that has it whole
@@ -340,6 +380,37 @@ class Draws:
             self._ranked.launch((count,), x, which, slots, table, positions, largest, tokens, count)
 
 
+class Logprobs:
+    """What log-probabilities of rows of float32 logits need.
+
+    Args:
+        vocab: width of a row.
+        device, after, kernels: see ``Edits``.
+
+    Raises ``KernelBuildError`` if there are no such kernels.
+    """
+
+    MOST = BUCKETS
+    """Most ids of a row."""
+
+    def __init__(self, vocab: int, device: torch.device, after: bool = True, kernels: Sequence[Launchable] | None = None) -> None:
+        (self._kernel,) = require(self.programs(vocab), device, after) if kernels is None else kernels
+
+    @staticmethod
+    def programs(vocab: int) -> list[Program]:
+        """What it launches."""
+        return [_program("logprob_rows", vocab=vocab, threads=_ROW_THREADS)]
+
+    def __call__(
+        self, x: torch.Tensor, tokens: torch.Tensor, largest: torch.Tensor, total: torch.Tensor, rank: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """``x`` float32 ``[R, vocab]``, ``tokens`` int64 ``[R]``. Writes ``largest`` float32, ``total`` int64 and ``rank`` int32 ``[R]``
+        and ``ids`` int32 ``[R, n]``, ``n`` at most ``MOST`` and ``vocab``: the most likely ids in falling order, ties to the lowest id."""
+        if rows := x.shape[0]:
+            self._kernel.launch((rows,), x, tokens, largest, total, rank, ids.view(-1), ids.shape[1], rows)
+
+
 def programs_for(shape: ModelShape) -> list[Program]:
     """For a model's own logits, and for those that are edited in float32."""
-    return Edits.programs(shape.vocab) + Draws.programs(shape.vocab, shape.dtype) + Draws.programs(shape.vocab, "float32")
+    draws = Draws.programs(shape.vocab, shape.dtype) + Draws.programs(shape.vocab, "float32")
+    return Edits.programs(shape.vocab) + draws + Logprobs.programs(shape.vocab)

@@ -187,7 +187,7 @@ DEVICE int draw_plain(VALUE* x, int64_t* which, int64_t* slots, int* table, int6
 }
 """
 
-RANKED = """
+PLACES = """
 enum { COUNTS, WEIGHTS, LIKELY };  // what is added up: ids, their weights, the weights that min_p leaves
 
 struct Row {
@@ -237,31 +237,12 @@ INLINE int bucket_of(float y, int power) {
   return b < BUCKETS - 1 ? (int)b : BUCKETS - 1;
 }
 
-// Where the sum over the falling order passes `target`. `low`, `high`: the sums of the first cut.
-INLINE struct Place find(const struct Row* row, int what, u64 target, const u32* low, const u32* high, u32* part_low, u32* part_high,
-                         int vocab, int power) {
-  SHARED int range[2];
-  u64 before, inside;
-  const int bucket = locate(low, high, BUCKETS - 1, target, &before);
-  if (THREAD == 0) {
-    range[0] = 0x7FFFFFFF;
-    range[1] = -0x7FFFFFFF;
-  }
-  SYNC();
-  int least = 0x7FFFFFFF, most = -0x7FFFFFFF;
-  for (int i = THREAD; i < vocab; i += THREADS) {
-    float x = (float)row->values[i];
-    if (bucket_of(exponent_of(row, x), power) == bucket) {
-      least = order_of(x) < least ? order_of(x) : least;
-      most = order_of(x) > most ? order_of(x) : most;
-    }
-  }
-  if (least <= most) {
-    atomicMin(&range[0], least);
-    atomicMax(&range[1], most);
-  }
-  SYNC();
-  u32 lowest = (u32)range[0], highest = (u32)range[1];
+// Where the sum over the falling order passes `target`, among the ids whose orders are from `lowest` to `highest` and behind those that
+// add up to `before`.
+INLINE struct Place narrowed(const struct Row* row, int what, u64 target, u64 before, u32 lowest, u32 highest, u32* part_low, u32*
+part_high,
+                             int vocab, int power) {
+  u64 inside;
   for (;;) {
     const u32 width = highest - lowest;  // of 32 bits even where signs differ
     int shift = 0;
@@ -285,12 +266,47 @@ INLINE struct Place find(const struct Row* row, int what, u64 target, const u32*
     if (highest - lowest >= 1u << shift) lowest = highest - (1u << shift) + 1;
   }
   struct Place place;
-  float x = of_order((int)highest);
   place.order = (int)highest;
   place.before = before;
-  place.weight = (u64)weight_of(exponent_of(row, x), power);
-  place.nth = (target - before) / (what == COUNTS ? 1 : place.weight);
+  place.weight = measured(row, what, of_order(place.order), power);
+  place.nth = (target - before) / place.weight;
   return place;
+}
+
+// Least and largest order of the ids of a bucket of the first cut, -1 = of all ids.
+INLINE void orders(const struct Row* row, int bucket, int vocab, int power, u32* lowest, u32* highest) {
+  SHARED int range[2];
+  SYNC();
+  if (THREAD == 0) {
+    range[0] = 0x7FFFFFFF;
+    range[1] = -0x7FFFFFFF;
+  }
+  SYNC();
+  int least = 0x7FFFFFFF, most = -0x7FFFFFFF;
+  for (int i = THREAD; i < vocab; i += THREADS) {
+    float x = (float)row->values[i];
+    if (bucket < 0 || bucket_of(exponent_of(row, x), power) == bucket) {
+      least = order_of(x) < least ? order_of(x) : least;
+      most = order_of(x) > most ? order_of(x) : most;
+    }
+  }
+  if (least <= most) {
+    atomicMin(&range[0], least);
+    atomicMax(&range[1], most);
+  }
+  SYNC();
+  *lowest = (u32)range[0];
+  *highest = (u32)range[1];
+}
+
+// Where the sum over the falling order passes `target`. `low`, `high`: the sums of the first cut.
+INLINE struct Place find(const struct Row* row, int what, u64 target, const u32* low, const u32* high, u32* part_low, u32* part_high,
+                         int vocab, int power) {
+  u64 before;
+  u32 lowest, highest;
+  const int bucket = locate(low, high, BUCKETS - 1, target, &before);
+  orders(row, bucket, vocab, power, &lowest, &highest);
+  return narrowed(row, what, target, before, lowest, highest, part_low, part_high, vocab, power);
 }
 
 // Sum over the falling order up to and with a place.
@@ -319,6 +335,9 @@ INLINE int id_at(const struct Row* row, const struct Place* place, u32* part_low
   }
 }
 
+"""
+
+RANKED = """
 // A row that draws under top_k, top_p and min_p, by one block. The falling order is that of sampler.ranked; nothing is sorted.
 DEVICE int draw_ranked(VALUE* x, int64_t* which, int64_t* slots, int* table, int64_t* positions,
                        float* largest, int* tokens, int nth, int vocab, int power) {
@@ -390,6 +409,57 @@ DEVICE int draw_ranked(VALUE* x, int64_t* which, int64_t* slots, int* table, int
       find(&row, what, target_of(packed, positions[index], kept), low, high, part_low, part_high, vocab, power);
   int id = id_at(&row, &drawn, part_low, part_high, vocab);
   if (THREAD == 0) tokens[index] = id;
+  return 0;
+}
+"""
+
+LOGPROBS = """
+// What the log-probabilities of a row need, by one block: its largest logit, the sum of its weights at temperature 1 (-1: it has none), the
+// rank of `token`, and the `most` most likely ids in falling order, at most BUCKETS.
+DEVICE int logprob_row(float* x, int64_t* tokens, float* largest, int64_t* total, int* rank, int* ids, int nth, int most, int vocab,
+                       int power) {
+  SHARED u32 part_low[BUCKETS], part_high[BUCKETS];
+  SHARED int listed[BUCKETS], at[BUCKETS], count;
+  u32 lowest, highest;
+  struct Row row;
+  row.values = x + (i64)nth * vocab;
+  row.temperature = 1;
+  row.least = row.top = 0;
+  orders(&row, -1, vocab, power, &lowest, &highest);
+  row.top = of_order((int)highest);
+  const int finite = is_finite(row.top);
+  const float chosen = row.values[tokens[nth]];
+  u64 sum = 0, above = 0;
+  for (int i = THREAD; i < vocab; i += THREADS) {
+    float value = row.values[i];
+    if (finite) sum += (u64)weight_of(value - row.top, power);
+    above += value > chosen;
+  }
+  sum = block_total(sum);
+  above = block_total(above);
+  if (THREAD == 0) {
+    largest[nth] = row.top;
+    total[nth] = finite ? (int64_t)sum : -1;
+    rank[nth] = (int)above + 1;
+    count = 0;
+  }
+  if (most < 1) return 0;
+  struct Place last = narrowed(&row, COUNTS, (u64)most - 1, 0, lowest, highest, part_low, part_high, vocab, power);
+  const int border = id_at(&row, &last, part_low, part_high, vocab);
+  for (int i = THREAD; i < vocab; i += THREADS) {
+    int order = order_of(row.values[i]);
+    if (order > last.order || (order == last.order && i <= border)) {
+      int place = atomicAdd(&count, 1);
+      listed[place] = order;
+      at[place] = i;
+    }
+  }
+  SYNC();
+  for (int i = THREAD; i < most; i += THREADS) {
+    int before = 0;
+    for (int j = 0; j < most; ++j) before += listed[j] > listed[i] || (listed[j] == listed[i] && at[j] < at[i]);
+    ids[nth * most + before] = at[i];
+  }
   return 0;
 }
 """

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepinfer.kernels.sample.cuda import Draws, Edits
+from deepinfer.kernels.sample.cuda import Draws, Edits, Logprobs
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.device_sampler import DeviceSampler
 from deepinfer.worker.grammar import apply_masks, mask_words
+from deepinfer.worker.logprobs import gather_logprobs
 from deepinfer.worker.sampler import Sampler
 from kernel_kit import KERNEL_PLACES, device_of, kept_as, lowered, replayed
 from sampling_kit import INF, Batch, batch, device_sampler, hard_logits, random_params
@@ -178,6 +179,24 @@ def test_extremes(place: str) -> None:
         assert got[:3] == [int(torch.argmax(row))] * 3
 
 
+@pytest.mark.parametrize("place", KERNEL_PLACES)
+@pytest.mark.parametrize("count", [0, 1, 20, 1000, 1024, 1025, 5003])
+def test_logprobs(place: str, count: int) -> None:
+    vocab, rows = 5003, ROWS
+    logits = hard_logits(rows, vocab, 17).to(device_of(place))
+    tokens = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(2)).to(logits.device)
+    kernel = kernels(place, vocab).logprobs
+    found, wanted = gather_logprobs(logits, tokens, count, kernel), gather_logprobs(logits, tokens, count)
+    numbers = torch.isfinite(logits.max(-1).values)
+    assert torch.equal(found.ids, wanted.ids) and torch.equal(found.rank, wanted.rank)
+    exact = torch.log_softmax(logits.double(), -1).gather(1, found.ids)[numbers]
+    torch.testing.assert_close(found.values[numbers].double(), exact, rtol=2.0**-23, atol=1e-6)
+    assert found.values[~numbers].isnan().all() and wanted.values[~numbers].isnan().all()
+    one = gather_logprobs(logits[5:6], tokens[5:6], 3, kernel)
+    same = min(count, 3) + 1
+    assert torch.equal(one.values[0, :same], found.values[5, :same]), "the same bits alone and with another count"
+
+
 class _Noting:
     """Stands in for a kernel on a GPU: notes what it is launched with."""
 
@@ -193,23 +212,27 @@ def test_launches_are_what_the_kernels_take() -> None:
     """The CPU target takes numbers of dynamic shapes from tensors; on a GPU they are passed, in the order of the compiled kernel."""
     vocab = 5003
     b = hard_batch("c", vocab, 1, edits=True, drafts=2)
-    noting = [_Noting() for _ in range(4)]
+    noting = [_Noting() for _ in range(5)]
     edits = Edits(vocab, torch.device("cpu"), kernels=noting[:2])
-    draws = Draws(vocab, torch.float32, ROWS, torch.device("cpu"), kernels=noting[2:])
+    draws = Draws(vocab, torch.float32, ROWS, torch.device("cpu"), kernels=noting[2:4])
+    logprobs = Logprobs(vocab, torch.device("cpu"), kernels=noting[4:])
     plain, ranked, edit = b.rows.plain, b.rows.ranked, b.rows.edit
     assert plain is not None and ranked is not None and edit is not None
+    found = torch.zeros(ROWS), torch.zeros(ROWS, dtype=torch.int32)
     edits.mask(b.logits, plain, torch.zeros(len(plain), mask_words(vocab), dtype=torch.int32))
     edits(b.logits, edit, b.rows.slots, b.state.table, b.rows.positions, DeviceSampler.lists(b.rows, b.before, b.state))
-    found = torch.zeros(ROWS), torch.zeros(ROWS, dtype=torch.int32)
     draws.plain(b.logits, plain, b.rows.slots, b.state.table, b.rows.positions, *found)
     draws.ranked(b.logits, ranked, b.rows.slots, b.state.table, b.rows.positions, *found)
-    grids = [(2, len(plain)), (2, len(edit)), (2, len(plain)), (len(ranked),)]
+    words = torch.zeros(3, ROWS, dtype=torch.int32)
+    logprobs(b.logits, b.rows.slots, found[0], words[0].long(), words[1], words[2:].T.contiguous())
+    grids = [(2, len(plain)), (2, len(edit)), (2, len(plain)), (len(ranked),), (ROWS,)]
     sizes = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8"}
-    for program, noted, grid in zip(Edits.programs(vocab) + Draws.programs(vocab, "float32"), noting, grids, strict=True):
+    programs = Edits.programs(vocab) + Draws.programs(vocab, "float32") + Logprobs.programs(vocab)
+    for program, noted, grid in zip(programs, noting, grids, strict=True):
         assert noted.grid == grid
         taken = lowered(program).args
         assert [kind for _, kind in taken] == ["ptr" if isinstance(a, torch.Tensor) else "i32" for a in noted.args], program.name
-        assert taken[-1][0] == "count" and noted.args[-1] == grid[-1]
+        assert taken[-1][0] in ("count", "rows") and noted.args[-1] == grid[-1]
         assert all(a.is_contiguous() and a.dtype in sizes for a in noted.args if isinstance(a, torch.Tensor))
 
 

@@ -9,7 +9,8 @@ import torch
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.counter_rng import random_bits, uniform
 from deepinfer.worker.logprobs import gather_logprobs
-from deepinfer.worker.sampler import Sampler, SampleRows, falling_keys, ranked, weight_scale
+from deepinfer.worker.ranking import falling_keys, ranked
+from deepinfer.worker.sampler import Sampler, SampleRows, weight_scale
 from deepinfer.worker.sampling_state import DRAWS, EDITS, MIN_LENGTH, RANKED, TOP_K, RowSampling, SamplingState
 
 VOCAB = 1000

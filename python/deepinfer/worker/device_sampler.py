@@ -13,7 +13,7 @@ import torch
 
 from deepinfer.errors import KernelBuildError
 from deepinfer.kernels.argmax.cuda import Argmax
-from deepinfer.kernels.sample.cuda import Draws, EditLists, Edits
+from deepinfer.kernels.sample.cuda import Draws, EditLists, Edits, Logprobs
 
 if TYPE_CHECKING:
     from deepinfer.worker.sampler import SampleRows
@@ -32,10 +32,11 @@ class DeviceSampler:
     Args:
         edits: masks and edits, of float32 logits.
         by_dtype: argmax and draws for each type of logits.
+        logprobs: what ``gather_logprobs`` takes, for float32 logits.
     """
 
-    def __init__(self, edits: Edits, by_dtype: dict[torch.dtype, tuple[Argmax, Draws]]) -> None:
-        self._edits = edits
+    def __init__(self, edits: Edits, by_dtype: dict[torch.dtype, tuple[Argmax, Draws]], logprobs: Logprobs) -> None:
+        self._edits, self.logprobs = edits, logprobs
         self._by_dtype = {dtype: _OfDtype(*pair) for dtype, pair in by_dtype.items()}
 
     @classmethod
@@ -45,7 +46,7 @@ class DeviceSampler:
             return None
         try:
             made = {t: (Argmax(vocab, t, max_rows, device), Draws(vocab, t, max_rows, device)) for t in {dtype, torch.float32}}
-            return cls(Edits(vocab, device), made)
+            return cls(Edits(vocab, device), made, Logprobs(vocab, device))
         except KernelBuildError:
             return None
 

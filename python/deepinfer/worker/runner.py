@@ -503,7 +503,8 @@ class ModelRunner:
         )
         tokens = self._sampler(logits, rows)
         if raw is not None:
-            found = gather_logprobs(raw, tokens[d["logprob_rows"][: chosen.logprobs].long()], max(step.result.logprob_counts))
+            of = tokens[d["logprob_rows"][: chosen.logprobs].long()]
+            found = gather_logprobs(raw, of, max(step.result.logprob_counts), self._sampler.logprob_kernel)
             step.result.logprobs = found.to_host(self._pinned)
         return tokens.to(torch.int32), None if drafts is None else accepted_counts(tokens, drafts)
 
@@ -513,7 +514,7 @@ class ModelRunner:
         for at in range(0, len(piece.targets), _LOGIT_ROWS):
             targets = to_device(torch.tensor(piece.targets[at : at + _LOGIT_ROWS], dtype=torch.int64), self.device)
             logits = self.model.logits(hidden[first + at : first + at + len(targets)])
-            values = gather_logprobs(logits, targets, piece.count).to_host(self._pinned)
+            values = gather_logprobs(logits, targets, piece.count, self._sampler.logprob_kernel).to_host(self._pinned)
             result.prompt_logprobs.append(PromptLogprobs(piece.index, piece.start + at, values))
 
 

@@ -33,9 +33,11 @@ from deepinfer.kernels.sample.columns import (
     TOP_K,
     TOP_P,
 )
+from deepinfer.kernels.sample.cuda import Logprobs
 from deepinfer.worker.counter_rng import TOKEN, random_bits, uniform
 from deepinfer.worker.device_sampler import DeviceSampler
 from deepinfer.worker.grammar import apply_masks
+from deepinfer.worker.ranking import ranked
 from deepinfer.worker.sampling_state import BAD_WORDS, BIAS, MIN_LENGTH, PENALTIES, SamplingState
 from deepinfer.worker.verify import DraftRows, Proposals, accepted_counts, counting, coupled_draw
 
@@ -46,28 +48,6 @@ _FIRST_RANKS = 256  # ranked candidates looked at before all of them, where look
 def weight_scale(vocab_size: int) -> float:
     """Largest power of two at which the sum of ``vocab_size`` weights of at most that size is exact in float64."""
     return 2.0 ** weight_power(vocab_size)
-
-
-def falling_keys(logits: torch.Tensor) -> torch.Tensor:
-    """int64 keys whose falling order is that of falling logits with ties to the lowest id; all keys of a row differ."""
-    bits = (logits + 0.0).view(torch.int32)  # −0.0 becomes 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    vocab = logits.shape[-1]
-    return (ordered << 32) | torch.arange(vocab - 1, -1, -1, dtype=torch.int64, device=logits.device)
-
-
-def ranked(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids of the ``count`` largest logits per row in falling order, ties to the lowest id: int64 ``[m, count]``."""
-    vocab = logits.shape[-1]
-    count = min(count, vocab)
-    if logits.device.type == "cpu" and 4 * count < vocab:
-        # Only a tie at the border or among the chosen makes the plain operator's order a matter of chance.
-        values, ids = torch.topk(logits, count + 1, dim=-1, sorted=True)
-        if not bool((values[:, 1:] == values[:, :-1]).any()):
-            return ids[:, :count]
-    keys = falling_keys(logits)
-    top = torch.topk(keys, count, dim=-1, sorted=True).values if count < vocab else torch.sort(keys, dim=-1, descending=True).values
-    return vocab - 1 - (top & 0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -112,6 +92,11 @@ class Sampler:
         self._scale = weight_scale(vocab_size)
         self._kernels = kernels
         self._portable = state.table.device.type != "cpu" if portable is None else portable
+
+    @property
+    def logprob_kernel(self) -> Logprobs | None:
+        """For ``logprobs.gather_logprobs``."""
+        return None if self._kernels is None else self._kernels.logprobs
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each row, the lowest id where several are: int32 ``[r]``."""
