@@ -63,8 +63,7 @@ def wide_decode(model: LlamaModel, rows: DecodeRows, kv: dict[str, torch.Tensor]
 def decode_of_references(patch: pytest.MonkeyPatch, buckets: Sequence[int] | None = None) -> None:
     """Gives the Llama family a decode step made of the operators' references, for these row counts."""
     patch.setattr(LlamaModel, "decode", wide_decode, raising=False)
-    rows = (lambda self, most: row_buckets(most)) if buckets is None else (lambda self, most: [b for b in buckets if b <= most])
-    patch.setattr(LlamaModel, "graph_rows", rows, raising=False)
+    patch.setattr(LlamaModel, "graph_rows", lambda self, most: row_buckets(most) if buckets is None else buckets, raising=False)
 
 
 def graphs_on_cpu(patch: pytest.MonkeyPatch, buckets: Sequence[int] | None = None) -> None:

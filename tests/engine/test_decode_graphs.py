@@ -15,6 +15,7 @@ from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.step_log import line
 from deepinfer.errors import CapacityError, ConfigError, ModelContractError
+from deepinfer.models.base import row_buckets
 from deepinfer.models.llama.forward import LlamaModel
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker import graphs
@@ -56,10 +57,10 @@ def replays(engine: Engine) -> int:
     return engine.metrics().graphs.get("replays", 0)
 
 
-@pytest.mark.parametrize("buckets", [None, [3], [2, 5]], ids=str)
+@pytest.mark.parametrize("buckets", [None, [3], [2, 40]], ids=str)
 @pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlapped"])
 def test_answers_are_the_same(buckets: list[int] | None, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with padding of up to two rows, and with steps of more rows than were recorded."""
+    """Also with more padding than there are sequences, and with steps of more rows than were recorded."""
     prompts = random_prompts([5, 70, 33, 18, 64, 3, 40, 90, 21, 10])
     params = [KINDS[i % len(KINDS)] for i in range(len(prompts))]
     settings: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 48, "zero_overhead": overlap}
@@ -291,11 +292,20 @@ def test_a_model_without_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
         without_graphs({})
 
 
-@pytest.mark.parametrize("buckets", [[0, 2], [2, 1], [1, 1], [64]], ids=str)
+def test_row_buckets_are_the_same_for_every_size_and_stop_where_it_fits() -> None:
+    every = row_buckets(1000)
+    assert every == sorted(set(every)) and len(row_buckets(256)) == 15 and every[14] == 256
+    for rows in range(1, 1000):
+        buckets = row_buckets(rows)
+        assert buckets == every[: len(buckets)] and buckets[-1] >= rows and all(b < rows for b in buckets[:-1])
+        assert buckets[-1] - rows <= max(rows, 31)
+
+
+@pytest.mark.parametrize("buckets", [[0, 2], [2, 1], [1, 1], [8, 64]], ids=str)
 def test_buckets_that_make_no_sense(buckets: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     graphs_on_cpu(monkeypatch)
     monkeypatch.setattr(LlamaModel, "graph_rows", lambda self, most: buckets)
-    with pytest.raises(ModelContractError, match="ascending row counts from 1 to 8"):
+    with pytest.raises(ModelContractError, match="ascending row counts from 1 on, at most one of them 8 or more"):
         make_engine(tiny_checkpoint("llama", layers=1), "cpu", max_num_seqs=8)
 
 

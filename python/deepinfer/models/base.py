@@ -13,6 +13,7 @@ batch's host integers.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, runtime_checkable
@@ -229,7 +230,7 @@ class GraphModel(Model, Protocol):
     def graph_rows(self, max_rows: int) -> Sequence[int] | None:
         """Row counts to record, ascending, for steps of up to ``max_rows`` rows (see ``row_buckets``); ``None`` = no graphs here.
 
-        Steps with more rows than the last one run ``forward``.
+        The last one may be above ``max_rows``; steps with more rows than it run ``forward``.
         """
 
     def decode(self, rows: DecodeRows, kv: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -262,10 +263,11 @@ _BUCKET_STEP = 32  # above the table
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """Row counts for ``GraphModel.graph_rows``, ascending: few rows of padding at any count, ``max_rows`` the last of them."""
-    buckets = [b for b in _BUCKETS if b < max_rows]
-    buckets += range(_BUCKETS[-1] + _BUCKET_STEP, max_rows, _BUCKET_STEP)
-    return [*buckets, max_rows] if max_rows > 0 else []
+    """Row counts for ``GraphModel.graph_rows``, the same for every model and setting: few rows of padding at any count. Ascending, up to
+    the first of at least ``max_rows``."""
+    largest = -(-max(max_rows, 1) // _BUCKET_STEP) * _BUCKET_STEP
+    every = [*_BUCKETS, *range(_BUCKETS[-1] + _BUCKET_STEP, largest + 1, _BUCKET_STEP)]
+    return every[: bisect_left(every, max_rows) + 1]
 
 
 @runtime_checkable

@@ -5,6 +5,7 @@ Owns: the recorded steps of a runner, the rows they work on, the newest tokens. 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -50,9 +51,10 @@ def graph_buckets(
     buckets = model.graph_rows(max_rows)
     if not buckets:
         return [], f"{type(model).__name__} wants none here"
-    if list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] > max_rows:
+    if list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or (len(buckets) > 1 and buckets[-2] >= max_rows):
         raise ModelContractError(
-            f"{type(model).__name__}.graph_rows({max_rows}) must give ascending row counts from 1 to {max_rows}, found {list(buckets)}"
+            f"{type(model).__name__}.graph_rows({max_rows}) must give ascending row counts from 1 on, at most one of them "
+            f"{max_rows} or more; found {list(buckets)}"
         )
     return buckets, ""
 
@@ -97,7 +99,7 @@ class DecodeGraphs:
         self._greedy = model.greedy if isinstance(model, GreedyModel) else self._argmax
         self.buckets = list(buckets)
         self._most = self.buckets[-1]
-        self._bucket_of = [next(b for b in self.buckets if b >= n) for n in range(self._most + 1)]
+        self._bucket_of = [self.buckets[bisect_left(self.buckets, n)] for n in range(self._most + 1)]
         self._delta_room = [layout.max_deltas // layout.max_rows * b for b in range(self._most + 1)]
         self._newest = torch.zeros(max(max_tokens, layout.stride), dtype=torch.int32, device=device)
         self.left = StepTokens(self._newest)
@@ -247,7 +249,8 @@ class _HostBlock:
 
 
 def _places(slot: RingSlot, layout: StepWords) -> np.ndarray[tuple[int, ...], np.dtype[np.intp]]:
-    """Where in a slot the words of the block's fields come from, intp ``[5 + maps, stride]``: one gather fills them."""
+    """Where in a slot the words of the block's fields come from, intp ``[5 + maps, stride]``: one gather fills them. What lies behind a
+    field of the slot stands for rows that no step has."""
     names = {SOURCE: "prev_seq", SEQ_LEN: "seq_len", IDS: "ids", POS: "pos", TABLE_ROW: "state_row"}
     names |= {SLOTS + j: f"slots{j}" for j in range(layout.maps)}
     first = [slot.t[names[field]].storage_offset() for field in range(layout.num_fields)]

@@ -137,7 +137,7 @@ class ModelRunner:
             self._places = StatePlaces(rules, *sizes)
             own += self._places.fields
         recorder = recording.recorder_for(device) if graph_rows else None
-        words = step_words(paged, len(limits.slot_maps), limits.max_num_seqs)
+        words = step_words(paged, len(limits.slot_maps), max([limits.max_num_seqs, *graph_rows]))
         front = [] if recorder is None else [(BLOCK_FIELD, words.total)]
         own += [] if recorder is None else [(POSITIONS_FIELD, limits.max_num_seqs)]
         self.ring = StepRing(layout, own, device, pinned, ring_slots, front, None if recorder is None else True)
