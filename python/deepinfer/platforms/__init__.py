@@ -7,5 +7,6 @@ A leaf: any layer may import it. `get_platform("auto" | "cpu" | "cuda" | "cuda:1
 
 from deepinfer.platforms.copies import to_device
 from deepinfer.platforms.detect import Platform, available_devices, get_platform
+from deepinfer.platforms.visible import check_visible_devices
 
-__all__ = ["Platform", "available_devices", "get_platform", "to_device"]
+__all__ = ["Platform", "available_devices", "check_visible_devices", "get_platform", "to_device"]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from deepinfer.platforms.targets import set_default_target
+
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm", "fphp")
 _CGROUP_USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -35,6 +37,7 @@ class CpuPlatform:
 
     def prepare(self, num_threads: int | None) -> None:
         """Fixes the thread count: a row's bits may only depend on it where an operator splits a row, which ours do not."""
+        set_default_target(self.kernel_target)
         if num_threads is not None and num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
 
@@ -56,6 +59,15 @@ class CpuPlatform:
             if limit and used:
                 free = min(free, max(limit - used, 0))
         return free
+
+    @property
+    def kernel_target(self) -> dict[str, str]:
+        """C source."""
+        return {"kind": "c"}
+
+    def stream_handle(self) -> int:
+        """No stream."""
+        return 0
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -7,6 +7,7 @@ import os
 import torch
 
 from deepinfer.errors import ConfigError
+from deepinfer.platforms.targets import set_default_target
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -64,6 +65,7 @@ class CudaPlatform:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.cuda.set_device(self.device)
+        set_default_target(self.kernel_target)
 
     def memory_total(self) -> int:
         """Bytes on the card."""
@@ -73,6 +75,16 @@ class CudaPlatform:
         """Bytes free on the card plus what torch has cached."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    @property
+    def kernel_target(self) -> dict[str, str]:
+        """The GPU's own architecture, with the instructions that only it has."""
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return {"kind": "cuda", "arch": f"sm_{major}{minor}{'a' if major >= 9 else ''}"}
+
+    def stream_handle(self) -> int:
+        """torch's current stream as a ``cudaStream_t``; 0 is CUDA's default stream."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def synchronize(self) -> None:
         """Waits for the GPU."""

@@ -9,6 +9,7 @@ import torch
 from deepinfer.errors import ConfigError
 from deepinfer.platforms.cpu import CpuPlatform
 from deepinfer.platforms.cuda import CudaPlatform
+from deepinfer.platforms.visible import check_visible_devices
 
 
 class Platform(Protocol):
@@ -35,6 +36,13 @@ class Platform(Protocol):
     def memory_available(self) -> int:
         """Bytes that can be allocated now."""
 
+    @property
+    def kernel_target(self) -> dict[str, str]:
+        """What TileLang is told to compile for, as its target's fields."""
+
+    def stream_handle(self) -> int:
+        """Address of the current stream, for libraries that launch by themselves; 0 = none, work is done when a call returns."""
+
     def synchronize(self) -> None:
         """Waits until the device has finished what was launched."""
 
@@ -43,9 +51,12 @@ def get_platform(device: str = "auto") -> Platform:
     """The platform of a device name: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
-        ConfigError: unknown name, or a device that is not there; the message names the CPU way.
+        ConfigError: unknown name, or a device that is not there; the message names the CPU way. Or variables that say which GPUs this
+            process sees disagree (``check_visible_devices``), unless it is the CPU that is asked for.
     """
     kind, _, index = device.partition(":")
+    if kind in ("auto", "cuda"):
+        check_visible_devices()
     if kind == "auto" and not index:
         return CudaPlatform(0) if CudaPlatform.count() else CpuPlatform()
     if kind == "cpu" and not index:

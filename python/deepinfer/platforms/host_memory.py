@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import weakref
+from functools import cache
 
 import torch
 
 from deepinfer.errors import CapacityError
+
+log = logging.getLogger("deepinfer.platforms")
 
 _PORTABLE_AND_MAPPED = 0x1 | 0x2
 """Flags of ``cudaHostRegister``: every context may read it, at an address of its own."""
@@ -29,6 +34,48 @@ def empty_on_host(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
             )
         weakref.finalize(host.untyped_storage(), _unlock, host.data_ptr()).atexit = False
     return host
+
+
+_ALREADY_REGISTERED, _NOT_REGISTERED = 712, 713
+"""Codes of the driver for memory that already is what was asked for."""
+
+
+def register_host(host: torch.Tensor, device: torch.device) -> bool:
+    """Page-locks existing memory of the host in place, so that copies from it to ``device`` need no staging. For memory that somebody else
+    made, a file's mapping say; it works without as well, only slower. ``host`` must stay until ``unregister_host``.
+
+    Returns whether the memory is page-locked now. That it had been before is no news; every other refusal is warned of each time.
+    """
+    if device.type != "cuda" or not host.numel():
+        return False
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).synchronize()  # makes the device's context the thread's
+        code = int(_driver().cuMemHostRegister_v2(ctypes.c_void_p(host.data_ptr()), ctypes.c_size_t(host.nbytes), _PORTABLE_AND_MAPPED))
+    if code not in (0, _ALREADY_REGISTERED):
+        log.warning("CUDA could not page-lock %d bytes of host memory, copies from it wait: %s", host.nbytes, _name(code))
+    return code in (0, _ALREADY_REGISTERED)
+
+
+def unregister_host(host: torch.Tensor, device: torch.device) -> None:
+    """Undoes ``register_host``. Memory that is not registered (any more) is no news; every other refusal is warned of each time."""
+    if device.type != "cuda" or not host.numel():
+        return
+    with torch.cuda.device(device):
+        code = int(_driver().cuMemHostUnregister(ctypes.c_void_p(host.data_ptr())))
+    if code not in (0, _NOT_REGISTERED):
+        log.warning("CUDA could not release %d bytes of page-locked host memory: %s", host.nbytes, _name(code))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """The driver itself: a failure there is not what the runtime blames the next launch for."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _name(code: int) -> str:
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(code, ctypes.byref(name))
+    return f"{(name.value or b'unknown error').decode()} ({code})"
 
 
 def _unlock(address: int) -> None:

@@ -1,0 +1,177 @@
+"""What differs between devices: variables that choose them, targets of kernels, streams, page-locked memory. With fakes for a GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer.errors import ConfigError
+from deepinfer.platforms import check_visible_devices, get_platform, host_memory
+from deepinfer.platforms.cpu import CpuPlatform
+from deepinfer.platforms.cuda import CudaPlatform
+from deepinfer.platforms.host_memory import register_host, unregister_host
+from deepinfer.platforms.targets import DEFAULT_TARGET, set_default_target
+from deepinfer.platforms.visible import ASCEND, CONTAINER, CUDA
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {CUDA: "0,1"},
+        {ASCEND: "3"},
+        {CONTAINER: "none"},
+        {CUDA: "0,1", ASCEND: "0,1"},
+        {CUDA: "0, 1", ASCEND: "00,1"},
+        {CUDA: "2,-1,3", ASCEND: "2"},
+        {CUDA: "", ASCEND: "-1"},
+        {CUDA: "5", CONTAINER: "all"},
+        {CUDA: "5", CONTAINER: "void"},  # as the runtime writes when it has put devices in by another way
+        {CUDA: "5", CONTAINER: ""},
+        {CUDA: "", CONTAINER: "none"},
+        {CUDA: "0,1", CONTAINER: "6,7"},  # the container counts its own from 0
+        {CUDA: "1", CONTAINER: "GPU-aa,GPU-bb"},
+        {CUDA: "GPU-b", CONTAINER: "GPU-aa,GPU-bb"},
+        {CUDA: "GPU-cc", CONTAINER: "0,1"},  # no telling which UUIDs those are
+        {CUDA: "MIG-1", CONTAINER: "MIG-1"},
+    ],
+    ids=str,
+)
+def test_variables_that_agree(variables: dict[str, str]) -> None:
+    check_visible_devices(variables)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {CUDA: "0,1", ASCEND: "0"},
+        {CUDA: "0,1", ASCEND: "1,0"},  # the same devices in another order are other devices
+        {CUDA: "", ASCEND: "0"},
+        {CUDA: "0", CONTAINER: "none"},
+        {CUDA: "2", CONTAINER: "6,7"},
+        {CUDA: "GPU-cc", CONTAINER: "GPU-aa,GPU-bb"},
+    ],
+    ids=str,
+)
+def test_variables_that_disagree_are_both_named(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_visible_devices(variables)
+    for name, value in variables.items():
+        assert f"{name}={value!r}" in str(error.value)
+    for name in (CUDA, ASCEND, CONTAINER):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for device in ("auto", "cuda", "cuda:0"):
+        with pytest.raises(ConfigError, match=CUDA):
+            get_platform(device)
+    assert get_platform("cpu").name == "cpu"
+
+
+def test_the_target_of_kernels_is_said_outright(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEFAULT_TARGET, raising=False)
+    before = torch.get_num_threads()
+    CpuPlatform().prepare(before)
+    import os
+
+    assert json.loads(os.environ[DEFAULT_TARGET]) == {"kind": "c"}
+    set_default_target({"kind": "cuda", "arch": "sm_90a"})
+    assert json.loads(os.environ[DEFAULT_TARGET]) == {"kind": "c"}, "what is there is the user's choice"
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a")])
+def test_the_target_of_a_gpu_is_its_own(capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert CudaPlatform(1).kernel_target == {"kind": "cuda", "arch": arch}
+
+
+def test_streams_have_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(device) or SimpleNamespace(cuda_stream=77))
+    assert CudaPlatform(1).stream_handle() == 77 and asked == [torch.device("cuda", 1)]
+    assert CpuPlatform().stream_handle() == 0
+
+
+class FakeDriver:
+    """The driver's two functions for memory of the host, answering with ``code``."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.calls: list[tuple[Any, ...]] = []
+
+    def cuMemHostRegister_v2(self, address: Any, nbytes: Any, flags: int) -> int:
+        self.calls.append(("register", address.value, nbytes.value, flags))
+        return self.code
+
+    def cuMemHostUnregister(self, address: Any) -> int:
+        self.calls.append(("unregister", address.value))
+        return self.code
+
+    def cuGetErrorName(self, code: int, name: Any) -> int:
+        name._obj.value = b"CUDA_ERROR_OUT_OF_MEMORY"
+        return 0
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    found = FakeDriver()
+    monkeypatch.setattr(host_memory, "_driver", lambda: found)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
+    yield found
+
+
+def test_existing_memory_is_registered_in_place(fake: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    host = torch.zeros(3, 5, dtype=torch.float32)
+    assert register_host(host, GPU)
+    unregister_host(host, GPU)
+    assert fake.calls == [("register", host.data_ptr(), 60, 3), ("unregister", host.data_ptr())] and caplog.records == []
+
+
+def test_memory_that_is_registered_already_is_no_news(fake: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    host = torch.zeros(4)
+    fake.code = 712
+    assert register_host(host, GPU)
+    fake.code = 713
+    unregister_host(host, GPU)
+    assert caplog.records == []
+
+
+def test_every_other_refusal_is_warned_of_each_time(fake: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    host = torch.zeros(4)
+    fake.code = 2
+    with caplog.at_level(logging.WARNING):
+        assert [register_host(host, GPU) for _ in range(3)] == [False] * 3
+        unregister_host(host, GPU)
+        fake.code = 713
+        assert not register_host(host, GPU)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 5 and all("CUDA_ERROR_OUT_OF_MEMORY (" in line and "16 bytes" in line for line in said)
+    assert len(set(said[:3])) == 1 and "release" in said[3]
+
+
+def test_nothing_is_registered_for_a_cpu(fake: FakeDriver) -> None:
+    assert not register_host(torch.zeros(4), torch.device("cpu")) and not register_host(torch.zeros(0), GPU)
+    unregister_host(torch.zeros(4), torch.device("cpu"))
+    assert fake.calls == []
+
+
+@pytest.mark.gpu
+def test_registered_memory_is_pinned_to_torch_and_failures_leave_nothing_behind() -> None:
+    torch.zeros(1, device="cuda")
+    host = torch.zeros(1 << 20)
+    assert not host.is_pinned()
+    assert register_host(host, GPU) and register_host(host, GPU) and host.is_pinned()
+    assert torch.equal(host.to("cuda", non_blocking=True).cpu(), host), "the second registration is no error of the next launch"
+    unregister_host(host, GPU)
+    unregister_host(host, GPU)
+    assert not host.is_pinned() and int(torch.ones(8, device="cuda").sum()) == 8
