@@ -169,6 +169,11 @@ def hostile() -> dict[str, tuple[str, str]]:
     return found
 
 
+def is_busy() -> bool:
+    """Whether more wants to run than there are processors."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
 def despite_load(test: Test) -> Test:
     """Compiling processes have the lowest priority, so that on a machine that is busy with other things they may get too little of it for
     what a test expects of their limits: then the test is made again, twice at most."""
@@ -179,7 +184,7 @@ def despite_load(test: Test) -> Test:
             try:
                 return test(*args, **kwargs)
             except (AssertionError, pytest.fail.Exception):
-                if not left or os.getloadavg()[0] <= (os.cpu_count() or 1):
+                if not left or not is_busy():
                     raise
 
     return cast("Test", run)

@@ -41,6 +41,10 @@ class GrammarTimeoutError(GrammarError):
     """A schema, expression or grammar takes more time or memory to compile than one request may have."""
 
 
+class GrammarBusyError(GrammarTimeoutError):
+    """A grammar was not compiled because processors, or the processes that compile, were busy with others: the same one may do later."""
+
+
 class ConfigError(DeepInferError, ValueError):
     """An engine setting is out of range or conflicts with another one."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer.errors import GrammarBusyError
 from deepinfer.server.conversation import Conversation, Tool
 from deepinfer.server.dialogue import _LONG, _size
 from deepinfer.server.records import CLIENT_LEFT, CallRecord
@@ -74,6 +75,27 @@ async def test_a_client_that_leaves_while_its_grammar_is_compiled_reaches_nobody
         call.leave()
         await call.done()
         assert given_up.is_set() and not app.front.submitted
+
+
+@in_loop
+async def test_a_grammar_for_which_there_is_no_time_is_nobodys_fault() -> None:
+    async with scripted() as app:
+
+        async def compile_grammar(_: object) -> None:
+            raise GrammarBusyError("others keep the processes busy; try again later")
+
+        app.front.compile_grammar = compile_grammar  # type: ignore[method-assign, assignment]
+        form = {"structured_outputs": {"regex": "a+"}, "max_tokens": 5}
+        said = [{"role": "user", "content": "hi"}]
+        for path, body in (
+            ("/v1/completions", {"prompt": ["a", "b"]}), ("/v1/completions", {"prompt": "a", "stream": True}),
+            ("/v1/chat/completions", {"messages": said}), ("/v1/responses", {"input": "hi"}), ("/v1/messages", {"messages": said}),
+        ):  # fmt: skip
+            call = await app.send("POST", path, {**body, **form}).done()
+            assert call.status == 503 and call.headers["retry-after"] == "5", (path, call.body)
+            assert call.json()["error"]["type"] == "overloaded_error" and "try again later" in call.json()["error"]["message"]
+            assert call.json().get("type") == ("error" if path == "/v1/messages" else None)
+        assert not app.front.submitted
 
 
 @in_loop

@@ -17,9 +17,9 @@ import pytest
 
 import grammar_kit
 from deepinfer import StructuredOutputs
-from deepinfer.errors import GrammarError, GrammarTimeoutError
+from deepinfer.errors import GrammarBusyError, GrammarError, GrammarTimeoutError
 from deepinfer.structured.compiler import Compiler, clean
-from deepinfer.structured.pool import CompilerPool, worker_count
+from deepinfer.structured.pool import CompilerPool, _late, worker_count
 from process_kit import gone
 
 HOSTILE = grammar_kit.hostile()
@@ -189,11 +189,17 @@ def test_a_process_that_gets_no_processor_is_not_its_grammars_fault() -> None:
         service.compile(StructuredOutputs(regex="a"))
         (pid,) = service.worker_pids()
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(GrammarTimeoutError, match="this machine is busy; try again"):
+        with pytest.raises(GrammarBusyError, match="this machine is busy; try again"):
             service.compile(StructuredOutputs(regex="b"))
         assert gone(pid, 5)
         assert grammar_kit.accepts(service.compile(StructuredOutputs(regex="b")), "b"), "it is tried again, not refused for a while"
-        assert service.stats()["timeouts"] == 1
+        assert (service.stats()["timeouts"], service.stats()["starved"]) == (0, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say what a process has worked")
+def test_a_compilation_that_waited_more_than_it_ran_may_be_a_good_one() -> None:
+    assert type(_late(4.0, 1.9)) is GrammarBusyError and "1.9 s of a processor in 4 s" in str(_late(4.0, 1.9))
+    assert type(_late(4.0, 2.0)) is GrammarTimeoutError and "more than 4 s" in str(_late(4.0, 2.0))
 
 
 def test_messages_are_without_places_in_the_compilers_source() -> None:

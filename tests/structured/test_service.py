@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 
 import grammar_kit
 from deepinfer import StructuredOutputs
-from deepinfer.errors import EngineDeadError, GrammarError
+from deepinfer.errors import EngineDeadError, GrammarBusyError, GrammarError
 from deepinfer.structured.cache import GrammarCache
 from deepinfer.structured.compiler import Compiled
 
@@ -96,6 +97,50 @@ def test_an_event_loop_is_not_blocked_and_a_cancelled_wait_ends_its_compilation(
             stats = service.stats()
             assert (stats["cancelled"], stats["joined"], stats["workers_killed"], stats["compiles"]) == (1, 1, 1, 2)
             assert not service._pending
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_a_process_too_long_is_told_that_others_keep_them_busy() -> None:
+    async def main() -> None:
+        with grammar_kit.service(1, 60.0, patience=0.5) as service:
+            service.compile(StructuredOutputs(regex="a"))  # the process is up
+            hard = asyncio.create_task(service.acompile(HARD))
+            while service.stats()["cache_misses"] < 2:
+                await asyncio.sleep(0.01)
+            before = service.stats()["starved"]
+            start = time.monotonic()
+            good = StructuredOutputs(regex="b")
+            with pytest.raises(GrammarBusyError, match=r"busy for 0\.5 s; try again"):
+                await service.acompile(good)
+            assert 0.5 <= time.monotonic() - start < 10 and service.stats()["starved"] == before + 1
+            await asyncio.sleep(0.5)
+            assert not hard.done(), "a compilation that has begun has a limit of its own"
+            hard.cancel()
+            assert isinstance((await asyncio.gather(hard, return_exceptions=True))[0], asyncio.CancelledError)
+            for _ in range(60):  # another process starts, though nobody waits for it all the time
+                with contextlib.suppress(GrammarBusyError):
+                    assert grammar_kit.accepts(await service.acompile(good), "b"), "it is not remembered as a bad one"
+                    return
+            raise AssertionError("the process did not come back")
+
+    asyncio.run(main())
+
+
+def test_a_wait_that_is_cancelled_as_it_begins_leaves_no_compilation() -> None:
+    async def main() -> None:
+        with grammar_kit.service(1, 60.0) as service:
+            await service.acompile(StructuredOutputs(regex="a"))
+            for _ in range(3):
+                waiting = asyncio.create_task(service.acompile(HARD))
+                await asyncio.sleep(0)
+                waiting.cancel()
+                assert isinstance((await asyncio.gather(waiting, return_exceptions=True))[0], asyncio.CancelledError)
+            end = time.monotonic() + 20
+            while service._pending or not service.stats()["cancelled"]:
+                assert time.monotonic() < end, service._pending
+                await asyncio.sleep(0.01)
+            assert grammar_kit.accepts(await service.acompile(StructuredOutputs(regex="b")), "b")
 
     asyncio.run(main())
 

@@ -28,6 +28,9 @@ _TYPES = {
 }
 
 
+_GRAMMARS_BUSY = 5.0
+"""Seconds after which to try again with a grammar for which there was no time."""
+
 _LONGEST = 1000
 """Characters of a message."""
 
@@ -82,6 +85,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return error
         case errors.PromptTooLongError():
             return BadRequestError(str(error), code="context_length_exceeded")
+        case errors.GrammarBusyError():
+            return ApiError(503, str(error), code="grammars_busy", retry_after=_GRAMMARS_BUSY)
         case errors.InvalidRequestError():
             return BadRequestError(str(error))
         case errors.EngineDeadError():

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deepinfer.errors import InvalidRequestError, StepFailedError
+from deepinfer.errors import GrammarBusyError, InvalidRequestError, StepFailedError
 from deepinfer.outputs import RequestOutput
 from deepinfer.sampling import SamplingParams
 from deepinfer.server.errors import BadRequestError, as_api_error
@@ -80,6 +80,8 @@ async def _prepare(call: Call, job: Job, stream: bool, several: bool) -> Prepare
     try:
         # The suffix keeps apart requests whose clients chose the same id.
         return await call.state.llm.prepare(job.prompt, params, request_id=f"{name}#{id(call):x}", mode="delta" if stream else "final")
+    except GrammarBusyError:
+        raise
     except InvalidRequestError as e:
         error = as_api_error(e)
         where = f"prompt {job.index}: " if several else ""

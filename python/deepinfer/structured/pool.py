@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, GrammarError, GrammarTimeoutError
+from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, GrammarBusyError, GrammarError, GrammarTimeoutError
 from deepinfer.structured import bindings
 from deepinfer.structured.compile_process import receive, send
 from deepinfer.structured.compiler import Compiled
@@ -42,17 +42,13 @@ def worker_count(wanted: int) -> int:
     return max(1, min(wanted, cores - 1))
 
 
-class StarvedError(GrammarTimeoutError):
-    """A compilation ran out of time because its process hardly got any: another try may do."""
-
-
 class Task:
-    """One compilation on its way. ``future`` gives a :class:`Compiled`, or raises GrammarError."""
+    """One compilation on its way. ``future`` gives a :class:`Compiled`, or raises GrammarError; ``begun``: a process works on it."""
 
     def __init__(self, kind: str, source: str, options: Mapping[str, Any]) -> None:
         self.kind, self.source, self.options = kind, source, dict(options)
         self.future: Future[Compiled] = Future()
-        self.cancelled = False
+        self.cancelled = self.begun = False
         self.worker: _Worker | None = None
 
 
@@ -204,6 +200,7 @@ class _Worker:
             self._kill()
             self._start()
         self._await_ready(task)
+        task.begun = True
         start, worked = time.monotonic(), self._worked()
         message = None
         with contextlib.suppress(OSError):  # a process that has ended meanwhile: said below
@@ -222,7 +219,9 @@ class _Worker:
     def _await_ready(self, task: Task) -> None:
         if self._ready:
             return
-        late = EngineDeadError("the process that compiles grammars does not start; the machine is too busy")
+        late = GrammarBusyError(
+            f"no process that compiles grammars started within {_START_SECONDS:g} s, since this machine is busy; try again"
+        )
         message = self._answer(task, time.monotonic() + _START_SECONDS, lambda: late)
         if message is None:
             raise EngineDeadError(f"the process that compiles grammars ended at its start ({self._how_it_ended()})")
@@ -233,7 +232,7 @@ class _Worker:
         self._ready = True
 
     def _answer(self, task: Task, deadline: float, late: Callable[[], DeepInferError]) -> tuple[dict[str, Any], bytes] | None:
-        """The process's next message; ``None`` if it has ended. Kills it when the time is up or the task is cancelled."""
+        """The process's next message; ``None`` if it has ended. Kills it when the time is up, or the task that it works on is cancelled."""
         assert self._socket is not None
         while True:
             both: list[Any] = [self._socket, self._wake_read]
@@ -241,7 +240,8 @@ class _Worker:
             if self._wake_read in ready:
                 os.read(self._wake_read, 64)
                 if task.cancelled or self._shared.closed:
-                    self._kill()
+                    if task.begun:  # a process that starts is of use for the next one
+                        self._kill()
                     raise GrammarError("the compilation was cancelled")
             if self._socket in ready:
                 self._socket.settimeout(max(1.0, deadline - time.monotonic()))
@@ -326,9 +326,9 @@ class _Worker:
 
 
 def _late(seconds: float, worked: float) -> GrammarTimeoutError:
-    """What is said when a compilation has had its time, and how much of it was the processor's."""
-    if sys.platform == "linux" and worked < seconds / 8:
-        return StarvedError(
+    """What is said when a compilation has had its time. One whose process waited for a processor more than it ran may be a good one."""
+    if sys.platform == "linux" and worked < seconds / 2:
+        return GrammarBusyError(
             f"compiling it got {worked:.1f} s of a processor in {seconds:g} s, since this machine is busy; "
             "try again later, raise grammar_timeout, or make it smaller"
         )

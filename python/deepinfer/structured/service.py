@@ -19,18 +19,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from deepinfer.errors import EngineDeadError, GrammarError, GrammarTimeoutError
+from deepinfer.errors import EngineDeadError, GrammarBusyError, GrammarError, GrammarTimeoutError
 from deepinfer.structured import bindings
 from deepinfer.structured.cache import GrammarCache
 from deepinfer.structured.compiler import Compiled
 from deepinfer.structured.matcher import ReadyGrammar
-from deepinfer.structured.pool import MEMORY, CompilerPool, StarvedError, Task, worker_count
+from deepinfer.structured.pool import MEMORY, CompilerPool, Task, worker_count
 from deepinfer.structured.screen import Job, screen
 from deepinfer.structured.vocabulary import Vocabulary
 from deepinfer.structured_outputs import StructuredOutputs
 
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper ends of the histogram of compilation times; the last bucket has none."""
+_LEAST_PATIENCE = 20.0
+"""Seconds that an asynchronous caller waits for a process to begin, if no more are given to a compilation itself: one may have to start."""
 _REFUSE_SECONDS = 60.0
 _MOST_REFUSED = 256
 
@@ -59,6 +61,11 @@ class _Wait:
         self._service, self._key, self._pending = service, key, pending
         self.future = pending.future
 
+    @property
+    def begun(self) -> bool:
+        """Whether a process works on it."""
+        return self._pending.task.begun
+
     def leave(self) -> None:
         """This caller does not wait any more."""
         self._service._leave(self._key, self._pending)
@@ -73,9 +80,19 @@ class GrammarService:
         seconds: that a compilation may take.
         cache_bytes: most bytes of compiled grammars to keep; 0 = none.
         memory: bytes that a compilation may take.
+        patience: seconds that :meth:`acompile` waits for a process to begin; ``None``: 20, or ``seconds`` where that is more.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], workers: int, seconds: float, cache_bytes: int, memory: int = MEMORY) -> None:
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        workers: int,
+        seconds: float,
+        cache_bytes: int,
+        memory: int = MEMORY,
+        patience: float | None = None,
+    ) -> None:
+        self._patience = max(seconds, _LEAST_PATIENCE) if patience is None else patience
         self._make_vocabulary, self._workers = vocabulary, worker_count(workers)
         self._seconds, self._memory = seconds, memory
         self._lock = threading.Lock()
@@ -134,8 +151,17 @@ class GrammarService:
             return e
 
     async def acompile(self, wanted: StructuredOutputs) -> PreparedGrammar:
-        """Compiles as :meth:`compile` does, without blocking the event loop; cancelled, it ends a compilation that nobody else wants."""
-        job, (key, found) = await asyncio.to_thread(self._screen_and_begin, wanted)
+        """Compiles as :meth:`compile` does, without blocking the event loop; cancelled, it ends a compilation that nobody else wants.
+
+        Raises:
+            GrammarBusyError: no process began with it in time, since all were busy with others.
+        """
+        beginning = asyncio.ensure_future(asyncio.to_thread(self._screen_and_begin, wanted))
+        try:
+            job, (key, found) = await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            beginning.add_done_callback(_leave_begun)
+            raise
         if isinstance(found, Compiled):
             return self._prepared(key, job, found)
         try:
@@ -147,7 +173,15 @@ class GrammarService:
                     loop.call_soon_threadsafe(done.set)
 
             found.future.add_done_callback(wake)
-            await done.wait()
+            try:
+                await asyncio.wait_for(done.wait(), self._patience)
+            except TimeoutError:
+                if not found.begun:
+                    self._count("starved")
+                    raise GrammarBusyError(
+                        f"grammars of other requests kept the processes that compile busy for {self._patience:g} s; try again later"
+                    ) from None
+                await done.wait()  # it has a limit of its own
             return self._prepared(key, job, found.future.result())
         finally:
             found.leave()
@@ -218,9 +252,11 @@ class GrammarService:
                 self._took += made.seconds
                 self._buckets[bisect.bisect_left(SECONDS_BUCKETS, made.seconds)] += 1
                 self._cache.put(key, made)
+            elif isinstance(error, GrammarBusyError):
+                self._counts["starved"] += 1
             elif isinstance(error, GrammarTimeoutError):
                 self._counts["timeouts"] += 1
-                if self._cache.limit and not isinstance(error, StarvedError):
+                if self._cache.limit:
                     self._refused[key] = time.monotonic() + _REFUSE_SECONDS, str(error)
                     while len(self._refused) > _MOST_REFUSED:
                         self._refused.popitem(last=False)
@@ -245,10 +281,10 @@ class GrammarService:
 
     def stats(self) -> dict[str, float]:
         """Totals since the start (``compiles``, ``cache_hits``, ``cache_misses``, ``joined``: a compilation under way, ``timeouts``: time
-        or memory, ``failures``: malformed, ``screened_out``: before anything was compiled, ``refused_again``, ``cancelled``, ``reported``:
-        with keywords that are not held to, ``cache_evicted``, ``workers_started``, ``workers_killed``), what there is now
-        (``cache_entries``, ``cache_bytes``, ``workers``, ``queued``), and times: ``compile_seconds_sum``, ``compile_seconds_count`` and
-        ``compile_seconds_le_X`` (cumulative)."""
+        or memory, ``starved``: no processor or no process in time, ``failures``: malformed, ``screened_out``: before anything was
+        compiled, ``refused_again``, ``cancelled``, ``reported``: with keywords that are not held to, ``cache_evicted``,
+        ``workers_started``, ``workers_killed``), what there is now (``cache_entries``, ``cache_bytes``, ``workers``, ``queued``), and
+        times: ``compile_seconds_sum``, ``compile_seconds_count`` and ``compile_seconds_le_X`` (cumulative)."""
         with self._lock:
             found: dict[str, float] = {
                 name: self._counts[name]
@@ -258,6 +294,7 @@ class GrammarService:
                     "cache_misses",
                     "joined",
                     "timeouts",
+                    "starved",
                     "failures",
                     "screened_out",
                     "refused_again",
@@ -289,3 +326,12 @@ class GrammarService:
             pool = self._pool
         if pool is not None:
             pool.close()
+
+
+def _leave_begun(beginning: asyncio.Future[tuple[Job, tuple[str, Compiled | _Wait]]]) -> None:
+    """Whoever began to wait has left meanwhile."""
+    if beginning.cancelled() or beginning.exception() is not None:
+        return
+    _, (_, found) = beginning.result()
+    if isinstance(found, _Wait):
+        found.leave()

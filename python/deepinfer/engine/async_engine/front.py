@@ -81,11 +81,26 @@ class _Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that is ready for the engine, of :meth:`AsyncFront.prepare`; run it once."""
+    """A request that is ready for the engine, of :meth:`AsyncFront.prepare`; run it once. One that was aborted meanwhile gives its last
+    output, and the engine never hears of it."""
 
     request: EngineRequest
     text: str | None
     mode: OutputMode
+    aborted: bool = False
+
+
+@dataclass(slots=True)
+class _Preparing:
+    """A request that is not ready yet; ``waits``: for its grammar."""
+
+    aborted: bool = False
+    waits: asyncio.Task[PreparedGrammar] | None = None
+
+    def abort(self) -> None:
+        self.aborted = True
+        if self.waits is not None:
+            self.waits.cancel()
 
 
 class AsyncFront(ABC):
@@ -101,6 +116,7 @@ class AsyncFront(ABC):
         self._inputs: InputProcessor | None = None
         self._outputs = OutputProcessor(None)
         self._boxes: dict[str, _Mailbox] = {}
+        self._preparing: dict[str, _Preparing] = {}
         self._grammars: GrammarService | None = None
         self.max_num_seqs = 0
 
@@ -282,7 +298,7 @@ class AsyncFront(ABC):
         :meth:`generate`.
 
         Raises:
-            InvalidRequestError: the request is wrong; GrammarError: its structured outputs are.
+            InvalidRequestError: the request is wrong; GrammarError: its structured outputs are; GrammarBusyError: others are compiled.
             EngineDeadError: the engine has ended.
         """
         check_mode(mode)
@@ -291,19 +307,33 @@ class AsyncFront(ABC):
         params = inputs.default_params() if sampling_params is None else sampling_params
         request_id = inputs.new_request_id() if request_id is None else request_id
         self._check_id(request_id)
-        slow = len(prompt) > _LONG_PROMPT if isinstance(prompt, str) else isinstance(prompt, Mapping) and "images" in prompt
-        if slow:
-            request, text = await asyncio.to_thread(inputs.prepare, prompt, params, request_id, stream=mode != "final")
-        else:
-            request, text = inputs.prepare(prompt, params, request_id, stream=mode != "final")
-        if params.form is not None or grammar is not None:
-            grammar = grammar or await self.compile_grammar(params.form)
-            await self._shelve(grammar.grammar)
-            request = replace(request, grammar=grammar.grammar)
-        return Prepared(request, text, mode)
+        state = self._preparing[request_id] = _Preparing()
+        try:
+            slow = len(prompt) > _LONG_PROMPT if isinstance(prompt, str) else isinstance(prompt, Mapping) and "images" in prompt
+            if slow:
+                request, text = await asyncio.to_thread(inputs.prepare, prompt, params, request_id, stream=mode != "final")
+            else:
+                request, text = inputs.prepare(prompt, params, request_id, stream=mode != "final")
+            if (params.form is not None or grammar is not None) and not state.aborted:
+                state.waits = asyncio.create_task(self._ready_grammar(params.form, grammar))
+                try:
+                    request = replace(request, grammar=(await state.waits).grammar)
+                except asyncio.CancelledError:
+                    me = asyncio.current_task()
+                    if not state.aborted or (me is not None and me.cancelling()):
+                        raise
+            return Prepared(request, text, mode, state.aborted)
+        finally:
+            del self._preparing[request_id]
+
+    async def _ready_grammar(self, form: StructuredOutputs | None, grammar: PreparedGrammar | None) -> PreparedGrammar:
+        """A grammar that the engine has read."""
+        grammar = grammar or await self.compile_grammar(form)
+        await self._shelve(grammar.grammar)
+        return grammar
 
     def _check_id(self, request_id: object) -> None:
-        if not isinstance(request_id, str) or request_id in self._boxes:
+        if not isinstance(request_id, str) or request_id in self._boxes or request_id in self._preparing:
             raise InvalidRequestError(f"request id {request_id!r} is in use or no string; choose another")
 
     async def run(self, prepared: Prepared) -> AsyncGenerator[RequestOutput]:
@@ -315,6 +345,11 @@ class AsyncFront(ABC):
         box = self._boxes[request_id] = _Mailbox(prepared.mode)
         try:
             self._outputs.add(prepared.request, prepared.text, prepared.mode)
+            if prepared.aborted:
+                last = self._outputs.drop(request_id)
+                assert last is not None
+                yield last
+                return
             self._submit(prepared.request)
             finished = False
             while not finished:
@@ -372,7 +407,8 @@ class AsyncFront(ABC):
         Cancelled, it ends a compilation that nobody else waits for.
 
         Raises:
-            GrammarError: they are malformed, or strict with keywords that would not be held to; GrammarTimeoutError: too much.
+            GrammarError: they are malformed, or strict with keywords that would not be held to; GrammarTimeoutError: too much;
+                GrammarBusyError: they may be good, but there was no processor or no process for them in time.
             ConfigError: xgrammar is not installed.
         """
         wanted = StructuredOutputs.of(structured_outputs)
@@ -387,7 +423,11 @@ class AsyncFront(ABC):
         return {} if self._grammars is None else self._grammars.stats()
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its iterator gives a last output with finish reason "abort". Unknown ids are ignored."""
+        """Ends a request; its iterator gives a last output with finish reason "abort". A grammar that is being compiled for it, and for
+        nobody else, is given up. Unknown ids are ignored."""
+        if (state := self._preparing.get(request_id)) is not None:
+            state.abort()
+            return
         last = self._outputs.drop(request_id)
         if last is not None:
             self._cancel(request_id)

@@ -21,6 +21,7 @@ _COUNTERS = {
     "cache_misses": "grammars that were not in the cache",
     "joined": "requests that waited for a compilation under way",
     "timeouts": "compilations ended for their time or memory",
+    "starved": "compilations that got no processor, or no process, in time",
     "failures": "grammars that are malformed",
     "screened_out": "grammars refused before anything was compiled",
     "refused_again": "grammars refused because they were before",
