@@ -244,8 +244,9 @@ class GraphModel(Model, Protocol):
 class GreedyModel(Model, Protocol):
     """A model that finds the most likely token without keeping logits."""
 
-    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden`` ``[R, hidden]`` → int32 or int64 ``[R]``: the largest of ``logits(hidden)``, the lowest id of equal ones."""
+    def greedy(self, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Writes ``tokens`` int32 ``[R]`` from ``hidden`` ``[R, hidden]``: the largest of ``logits(hidden)``, the lowest id of equal
+        ones."""
 
 
 @runtime_checkable

@@ -154,14 +154,14 @@ class DecodeGraphs:
         hidden = self._model.decode(self._rows[rows], self._kv)
         check_hidden(self._model, hidden, rows)
         if not drawn:
-            self._newest[:rows].copy_(self._greedy(hidden))
+            self._greedy(hidden, self._newest[:rows])
             return
         if self._hidden is None:
             self._hidden = hidden.new_zeros((self._most, hidden.shape[1]))
         self._hidden[:rows].copy_(hidden)
 
-    def _argmax(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.argmax(self._model.logits(hidden), dim=-1)
+    def _argmax(self, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
+        tokens.copy_(torch.argmax(self._model.logits(hidden), dim=-1))
 
     # The launching thread's part
 

@@ -175,6 +175,9 @@ class LlamaModel:
         return self._fused.decode(rows, self._names, kv)
 
     @torch.inference_mode()
-    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+    def greedy(self, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
         """See ``base.GreedyModel``."""
-        return self.logits(hidden).argmax(-1) if self._fused is None else self._fused.greedy(hidden)
+        if self._fused is None:
+            tokens.copy_(self.logits(hidden).argmax(-1))
+        else:
+            self._fused.greedy(hidden, tokens)

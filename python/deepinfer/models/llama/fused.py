@@ -214,12 +214,10 @@ class FusedForward:
             hidden = F.pad(hidden, (0, 0, 0, rows - count))
         return self._head(hidden.contiguous())[:count]
 
-    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+    def greedy(self, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
         """See ``base.GreedyModel``."""
         logits = self.run_logits(hidden)
         rows = logits.shape[0]
         if self._argmax is None or self._argmax.max_rows < rows:
             self._argmax = Argmax(self.topology.vocab, self.dtype, max(rows, _LARGEST_HEAD), self.device)
-        index = torch.empty(rows, dtype=torch.int32, device=self.device)
-        self._argmax(logits, index, torch.empty(rows, dtype=torch.float32, device=self.device))
-        return index
+        self._argmax(logits, tokens, torch.empty(rows, dtype=torch.float32, device=self.device))
