@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -85,6 +86,39 @@ def test_a_front_that_dies_takes_its_own_requests_only_and_is_replaced(served: S
         assert answer.status_code == 200
     finally:
         os.kill(before[1], signal.SIGCONT)
+
+
+def test_limits_of_a_tenant_hold_over_all_fronts(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("tenants: [{name: t, keys: [k], requests_per_minute: 30, tokens_per_minute: 600}]", encoding="utf-8")
+    with serving(None, "--front-processes", "2", "--api-key-file", str(keys)) as served:
+        body, began, asked = {**GREEDY, "max_tokens": 5}, time.monotonic(), 0
+        prompt = served.post("/tokenize", {"prompt": GREEDY["prompt"]}, headers={"x-api-key": "k"}).json()["count"]
+
+        def ask() -> httpx.Response:
+            while True:
+                try:  # what the stopped one has accepted already waits for ever
+                    return httpx.post(f"{served.url}/v1/completions", json=body, headers={"x-api-key": "k"}, timeout=20)
+                except httpx.TimeoutException:
+                    assert time.monotonic() < began + 90
+
+        for stopped in fronts(served):  # the other one has to answer
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                for _ in range(8):
+                    answer = ask()
+                    asked += 1
+                    assert answer.status_code == 200
+                    back = time.monotonic() - began
+                    assert 30 - asked <= int(answer.headers["x-ratelimit-remaining-requests"]) <= 30 - asked + back * 0.5
+                    spent = asked * prompt + (asked - 1) * 5
+                    assert 600 - spent <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 600 - max(0, spent - back * 10)
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+        with ThreadPoolExecutor(8) as pool:
+            made = [answer.status_code for answer in pool.map(lambda _: ask(), range(60))]
+        back = time.monotonic() - began
+        assert 14 <= made.count(200) <= 14 + back * 0.5 and set(made) == {200, 429}
 
 
 def test_a_signal_ends_all_of_them() -> None:

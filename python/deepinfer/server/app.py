@@ -19,6 +19,7 @@ from deepinfer.server.errors import ApiError
 from deepinfer.server.http.access_log import log_call
 from deepinfer.server.http.auth import tenant_of
 from deepinfer.server.http.call import Call
+from deepinfer.server.ledger import Ledger
 from deepinfer.server.metrics.exposition import ServerMetrics
 from deepinfer.server.metrics.tracing import tracing
 from deepinfer.server.settings import ServerSettings
@@ -87,9 +88,10 @@ def _observe(state: ServerState) -> None:
         state.closers.append(spans.close)
 
 
-def build_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
-    """The application for an engine that is ready; its `ServerState` is ``app.state.server``."""
-    state = ServerState(llm, settings)
+def build_app(llm: AsyncLLM, settings: ServerSettings, ledger: Ledger | None = None) -> Starlette:
+    """The application for an engine that is ready; its `ServerState` is ``app.state.server``. ``ledger``: where tenants' use is counted
+    together with other front processes."""
+    state = ServerState(llm, settings, ledger)
     _observe(state)
     routes = [
         StarletteRoute(path, _Path(state, list(methods)))

@@ -1,8 +1,8 @@
 """One of several front processes.
 
 Owns: joining the engine and serving the socket that all of them share. Never touches: the engine's process. Started by `fronts` as
-``python -m deepinfer.server.front_process ENGINE_FD LISTEN_FD LEASH_FD PARENT_PID``; it ends with its parent, whose end of the leash
-closes then.
+``python -m deepinfer.server.front_process ENGINE_FD LISTEN_FD LEASH_FD LEDGER_FD PARENT_PID``; it ends with its parent, whose end of the
+leash closes then.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from deepinfer.engine.async_engine.process import follow_parent
 from deepinfer.engine.async_engine.shared import SharedLLM
 from deepinfer.engine.async_engine.wire import LENGTH
 from deepinfer.server.http.listen import many_descriptors
+from deepinfer.server.ledger import Ledger
 from deepinfer.server.run import Signals, loop_factory, serve_ready
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _receive(leash: socket.socket) -> bytes:
     return exactly(LENGTH.unpack(exactly(LENGTH.size))[0])
 
 
-async def _serve(start: FrontStart, engine: socket.socket, listener: socket.socket, leash: socket.socket) -> None:
+async def _serve(start: FrontStart, engine: socket.socket, listener: socket.socket, leash: socket.socket, ledger: Ledger) -> None:
     signals = Signals()
     shared = SharedEngine(engine, start.engine_pid)
     llm = SharedLLM(engine=shared, place=start.place, generation=start.generation, hang_timeout=start.settings.hang_timeout, **start.engine)
@@ -52,7 +53,7 @@ async def _serve(start: FrontStart, engine: socket.socket, listener: socket.sock
 
     try:
         await llm.ready()
-        await serve_ready(llm, start.settings, listener, signals, lambda _: None, ready)
+        await serve_ready(llm, start.settings, listener, signals, lambda _: None, ready, ledger)
     finally:
         await llm.aclose()
 
@@ -60,13 +61,13 @@ async def _serve(start: FrontStart, engine: socket.socket, listener: socket.sock
 def main(arguments: list[str]) -> int:
     """Entry point; ``arguments`` are the numbers named at the head of this file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    engine, listener, leash, parent = map(int, arguments)
+    engine, listener, leash, ledger, parent = map(int, arguments)
     leashed = socket.socket(fileno=leash)
     start: FrontStart = pickle.loads(_receive(leashed))
     follow_parent(leash, parent)
     many_descriptors(start.settings.max_connections + 256)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(_serve(start, socket.socket(fileno=engine), socket.socket(fileno=listener), leashed))
+        runner.run(_serve(start, socket.socket(fileno=engine), socket.socket(fileno=listener), leashed, Ledger(ledger)))
     return 0
 
 

@@ -1,7 +1,7 @@
 """Several front processes on one port and one engine.
 
-Owns: starting the engine and the fronts, starting a front again that has ended, passing signals on. Never touches: requests (see
-`front_process`).
+Owns: starting the engine and the fronts, the file in which they count what tenants use, starting a front again that has ended, passing
+signals on. Never touches: requests (see `front_process`).
 
 The parent binds the socket and starts the engine; every front inherits the socket and gets a connection to the engine of its own. A front
 that ends takes its own requests with it and nobody else's; connections that wait for it are taken by the others.
@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
@@ -59,9 +59,9 @@ class FrontStart:
 class _Front:
     """One place among the fronts, and the process that has it now."""
 
-    def __init__(self, place: int, child: EngineChild, bound: Bound, env: Mapping[str, str]) -> None:
+    def __init__(self, place: int, child: EngineChild, bound: Bound, ledger: IO[bytes], env: Mapping[str, str]) -> None:
         self.place = place
-        self._child, self._bound, self.env = child, bound, env
+        self._child, self._bound, self._ledger, self.env = child, bound, ledger, env
         self.generation = -1
         self.started = 0.0
         self.process: subprocess.Popen[bytes]
@@ -75,7 +75,7 @@ class _Front:
         leash, theirs = socket.socketpair()
         connection = self._child.introduce()
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        descriptors = (connection.fileno(), self._bound.socket.fileno(), theirs.fileno())
+        descriptors = (connection.fileno(), self._bound.socket.fileno(), theirs.fileno(), self._ledger.fileno())
         with theirs, connection:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "deepinfer.server.front_process", *map(str, (*descriptors, parent))],
@@ -126,7 +126,8 @@ async def supervise(engine: dict[str, Any], settings: ServerSettings, bound: Bou
     line = EngineLine(engine_start(config), child=child)
     folder = None if SHARED in os.environ else tempfile.mkdtemp(prefix="deepinfer-metrics-")
     env = {**os.environ, **({} if folder is None else {SHARED: folder})}
-    fronts = [_Front(place, child, bound, env) for place in range(settings.front_processes)]
+    ledger = tempfile.TemporaryFile(prefix="deepinfer-ledger-", buffering=0)  # noqa: SIM115
+    fronts = [_Front(place, child, bound, ledger, env) for place in range(settings.front_processes)]
     keepers: list[asyncio.Task[None]] = []
     try:
         loaded = asyncio.ensure_future(line.connect())
@@ -159,6 +160,7 @@ async def supervise(engine: dict[str, Any], settings: ServerSettings, bound: Bou
             front.release()
         await asyncio.to_thread(line.end)
         await line.close()
+        ledger.close()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from deepinfer.errors import ConfigError
 from deepinfer.sampling import TrafficClass
+from deepinfer.server.ledger import Ledger
 from deepinfer.server.settings import ServerSettings, read_yaml
 from deepinfer.server.tenants import PUBLIC, Tenant
 
@@ -41,11 +42,15 @@ def digest(key: str) -> bytes:
 class Keys:
     """Every key and its tenant. Without any key everybody is the tenant ``public``.
 
+    Args:
+        ledger: where tenants' use is counted together with other processes.
+
     Raises:
         ConfigError: the file cannot be used.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, ledger: Ledger | None = None) -> None:
+        self._ledger = ledger
         self.public = Tenant(PUBLIC)
         self._given = {digest(key): self.public for key in settings.api_key}
         self._path = settings.api_key_file
@@ -95,6 +100,7 @@ class Keys:
         found = read_keys(path)
         by_digest = dict(self._given)
         for tenant, digests in found:
+            tenant.ledger = self._ledger
             kept = self._tenants.setdefault(tenant.name, tenant)
             if kept is not tenant:
                 kept.become(tenant)

@@ -28,6 +28,7 @@ from deepinfer.server.http.access_log import set_up
 from deepinfer.server.http.hosts import is_loopback
 from deepinfer.server.http.listen import Bound, http_protocol, many_descriptors
 from deepinfer.server.keys import read_keys
+from deepinfer.server.ledger import Ledger
 from deepinfer.server.settings import ServerSettings
 from deepinfer.server.state import ServerState
 
@@ -128,11 +129,18 @@ def http_server(app: Starlette, settings: ServerSettings) -> uvicorn.Server:
 
 
 async def serve_ready(
-    llm: AsyncLLM, settings: ServerSettings, listener: socket.socket, signals: Signals, note: Note, ready: Callable[[ServerState], None]
+    llm: AsyncLLM,
+    settings: ServerSettings,
+    listener: socket.socket,
+    signals: Signals,
+    note: Note,
+    ready: Callable[[ServerState], None],
+    ledger: Ledger | None = None,
 ) -> None:
-    """Serves an engine that is ready, until a signal ends it; ``ready`` is called once clients are answered."""
+    """Serves an engine that is ready, until a signal ends it; ``ready`` is called once clients are answered. ``ledger``: see
+    :func:`build_app`."""
     set_up(settings.log_format, settings.access_log)
-    app = build_app(llm, settings)
+    app = build_app(llm, settings, ledger)
     state: ServerState = app.state.server
     await make_ready(state)
     server = http_server(app, settings)

@@ -14,6 +14,7 @@ from deepinfer.server.admission import Admission
 from deepinfer.server.errors import ApiError
 from deepinfer.server.http.hosts import Hosts
 from deepinfer.server.keys import Keys
+from deepinfer.server.ledger import Ledger
 from deepinfer.server.records import CallRecord
 from deepinfer.server.settings import ServerSettings
 
@@ -35,11 +36,11 @@ class ServerState:
         parts: what other modules keep for the life of the server, by their own names.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, ledger: Ledger | None = None) -> None:
         self.llm = llm
         self.settings = settings
         self.model_names = settings.served_model_name or (llm.config.model,)
-        self.keys = Keys(settings)
+        self.keys = Keys(settings, ledger)
         self.hosts = Hosts(settings)
         share = settings.front_processes  # each process admits its part
         answers = max(llm.max_num_seqs, 1) + settings.max_queued_requests

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from deepinfer.sampling import SamplingParams, TrafficClass
 from deepinfer.server.errors import ApiError
+from deepinfer.server.ledger import Ledger
 
 
 @dataclass(slots=True)
@@ -26,23 +28,28 @@ class Usage:
 
 
 class Bucket:
-    """A limit per minute that refills evenly. What it holds may go below zero: answers are paid for when they are over."""
+    """A limit per minute that refills evenly. What it holds may go below zero: answers are paid for when they are over.
+
+    Attributes:
+        used: what was taken and has not come back by the time ``at``.
+    """
 
     def __init__(self, per_minute: int, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self.per_minute = per_minute
-        self._level, self._at = float(per_minute), now()
+        self.used, self.at = 0.0, now()
 
     def level(self) -> float:
         """What is left."""
         now = self._now()
-        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
-        self._at = now
-        return self._level
+        self.used = max(0.0, self.used - max(0.0, now - self.at) * self.per_minute / 60)
+        self.at = now
+        return self.per_minute - self.used
 
     def take(self, amount: float) -> None:
         """Takes so much, whatever is left."""
-        self._level = self.level() - amount
+        self.level()
+        self.used += amount
 
     def wait(self, amount: float) -> float:
         """Seconds until so much is there, or all that there can be."""
@@ -50,9 +57,8 @@ class Bucket:
 
     def change(self, per_minute: int) -> None:
         """Another limit; what was used stays used."""
-        used = self.per_minute - self.level()
+        self.level()
         self.per_minute = per_minute
-        self._level = per_minute - used
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +70,7 @@ class Tenant:
         priority: requests are served no earlier than this lets them (smaller is earlier).
         traffic_class: of requests that bring none.
         requests_per_minute, tokens_per_minute: 0 is no limit.
+        ledger: where what was used is kept with other processes; ``None``: it is this one's alone.
     """
 
     name: str
@@ -73,6 +80,7 @@ class Tenant:
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     usage: Usage = field(default_factory=Usage)
+    ledger: Ledger | None = None
     _requests: Bucket | None = field(init=False, default=None)
     _tokens: Bucket | None = field(init=False, default=None)
 
@@ -92,26 +100,45 @@ class Tenant:
         Raises:
             ApiError: 429; a limit is reached.
         """
-        waits = [bucket.wait(amount) for bucket, amount in ((self._requests, 1), (self._tokens, prompt_tokens)) if bucket is not None]
-        wait = max(waits, default=0.0)
-        if wait > 0:
-            self.usage.rejected += 1
-            which = "requests" if self._requests is not None and self._requests.wait(1) > 0 else "tokens"
-            limit = self.requests_per_minute if which == "requests" else self.tokens_per_minute
-            message = f"the limit of {limit} {which} a minute is reached; try again in {math.ceil(wait)} s"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=math.ceil(wait), headers=self.headers())
-        if self._requests is not None:
-            self._requests.take(1)
-        if self._tokens is not None:
-            self._tokens.take(prompt_tokens)
-        return self.headers()
+        with self._counting():
+            waits = [bucket.wait(amount) for bucket, amount in ((self._requests, 1), (self._tokens, prompt_tokens)) if bucket is not None]
+            wait = max(waits, default=0.0)
+            if wait > 0:
+                self.usage.rejected += 1
+                which = "requests" if self._requests is not None and self._requests.wait(1) > 0 else "tokens"
+                limit = self.requests_per_minute if which == "requests" else self.tokens_per_minute
+                message = f"the limit of {limit} {which} a minute is reached; try again in {math.ceil(wait)} s"
+                raise ApiError(429, message, code="rate_limit_exceeded", retry_after=math.ceil(wait), headers=self._headers())
+            if self._requests is not None:
+                self._requests.take(1)
+            if self._tokens is not None:
+                self._tokens.take(prompt_tokens)
+            return self._headers()
 
     def pay_answer(self, tokens: int) -> None:
         """Pays for what was generated."""
         if self._tokens is not None:
-            self._tokens.take(tokens)
+            with self._counting():
+                self._tokens.take(tokens)
 
-    def headers(self) -> dict[str, str]:
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """What other processes have counted is known, and they know what is counted here, as if there were one."""
+        buckets = [(place, bucket) for place, bucket in ((0, self._requests), (2, self._tokens)) if bucket is not None]
+        if self.ledger is None or not buckets:
+            yield
+            return
+        with self.ledger.entry(self.name) as entry:
+            for place, bucket in buckets:
+                if entry[place + 1]:
+                    bucket.used, bucket.at = entry[place : place + 2]
+            try:
+                yield
+            finally:
+                for place, bucket in buckets:
+                    entry[place : place + 2] = bucket.used, bucket.at
+
+    def _headers(self) -> dict[str, str]:
         """The limits and what is left of them, under the names that OpenAI's service uses."""
         made: dict[str, str] = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
