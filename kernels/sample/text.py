@@ -26,6 +26,9 @@ from .reference import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST, POLYNOMIAL
 BUCKETS = 1024
 """Into so many pieces a range of values is cut when a place in the order is looked for."""
 
+LISTED = 1024
+"""So many ids of a bucket are kept at hand; of more the row is read again."""
+
 _COLUMNS = {
     "TEMPERATURE": TEMPERATURE,
     "TOP_K": TOP_K,
@@ -46,7 +49,7 @@ _FLOATS = {"LOWEST": LOWEST, "LOG2_E": LOG2_E, "LN2_HIGH": LN2_HIGH, "LN2_LOW": 
 
 
 def _names() -> str:
-    whole = {**_COLUMNS, "BUCKETS": BUCKETS}
+    whole = {**_COLUMNS, "BUCKETS": BUCKETS, "LISTED": LISTED}
     return "".join(f"#define {name} {value}\n" for name, value in whole.items()) + "".join(
         f"#define {name} ({value!r}f)\n" for name, value in _FLOATS.items()
     )
@@ -176,7 +179,7 @@ DEVICE int draw_plain(VALUE* x, int64_t* which, int64_t* slots, int* table, int6
   int i = first + locate(low, high, BUCKETS, target - before, &inside) * each;
   if (THREAD == 0) {
     u64 s = before + inside;
-    for (;; ++i) {
+    for (; i < vocab - 1; ++i) {
       float w = weight_of(((float)values[i] - top) / temperature, power);
       s += w >= least ? (u64)w : 0;
       if (s > target) break;
@@ -193,10 +196,12 @@ enum { COUNTS, WEIGHTS, LIKELY };  // what is added up: ids, their weights, the 
 struct Row {
   const VALUE* values;
   float top, temperature, least;
+  int *orders, *ids;  // a list of LISTED ids and their orders: those of the bucket looked at last
+  int listed;         // how many; -1 = they are more, or no bucket's
 };
 
 struct Place {  // of an id in the falling order: how many equal logits come before it, and what all larger ones add up to
-  int order;
+  int order, bucket;
   u64 nth, before, weight;
 };
 
@@ -251,11 +256,10 @@ part_high,
     for (int i = THREAD; i < BUCKETS; i += THREADS) part_low[i] = part_high[i] = 0;
     SYNC();
     struct Pending pending = {0, 0};
-    for (int i = THREAD; i < vocab; i += THREADS) {
-      float x = (float)row->values[i];
-      int order = order_of(x);
+    for (int i = THREAD; i < (row->listed < 0 ? vocab : row->listed); i += THREADS) {
+      const int order = row->listed < 0 ? order_of((float)row->values[i]) : row->orders[i];
       if (order >= (int)lowest && order <= (int)highest)
-        collect(&pending, part_low, part_high, (int)((highest - (u32)order) >> shift), measured(row, what, x, power));
+        collect(&pending, part_low, part_high, (int)((highest - (u32)order) >> shift), measured(row, what, of_order(order), power));
     }
     flush(&pending, part_low, part_high);
     SYNC();
@@ -273,21 +277,30 @@ part_high,
   return place;
 }
 
-// Least and largest order of the ids of a bucket of the first cut, -1 = of all ids.
-INLINE void orders(const struct Row* row, int bucket, int vocab, int power, u32* lowest, u32* highest) {
-  SHARED int range[2];
+// Least and largest order of the ids of a bucket of the first cut, which are listed if they are few; -1 = of all ids.
+INLINE void look_at(struct Row* row, int bucket, int vocab, int power, u32* lowest, u32* highest) {
+  SHARED int range[2], count;
   SYNC();
   if (THREAD == 0) {
     range[0] = 0x7FFFFFFF;
     range[1] = -0x7FFFFFFF;
+    count = bucket < 0 ? LISTED + 1 : 0;
   }
   SYNC();
   int least = 0x7FFFFFFF, most = -0x7FFFFFFF;
   for (int i = THREAD; i < vocab; i += THREADS) {
     float x = (float)row->values[i];
     if (bucket < 0 || bucket_of(exponent_of(row, x), power) == bucket) {
-      least = order_of(x) < least ? order_of(x) : least;
-      most = order_of(x) > most ? order_of(x) : most;
+      const int order = order_of(x);
+      least = order < least ? order : least;
+      most = order > most ? order : most;
+      if (*(volatile int*)&count <= LISTED) {
+        const int place = atomicAdd(&count, 1);
+        if (place < LISTED) {
+          row->orders[place] = order;
+          row->ids[place] = i;
+        }
+      }
     }
   }
   if (least <= most) {
@@ -297,30 +310,50 @@ INLINE void orders(const struct Row* row, int bucket, int vocab, int power, u32*
   SYNC();
   *lowest = (u32)range[0];
   *highest = (u32)range[1];
+  row->listed = count <= LISTED ? count : -1;
 }
 
 // Where the sum over the falling order passes `target`. `low`, `high`: the sums of the first cut.
-INLINE struct Place find(const struct Row* row, int what, u64 target, const u32* low, const u32* high, u32* part_low, u32* part_high,
+INLINE struct Place find(struct Row* row, int what, u64 target, const u32* low, const u32* high, u32* part_low, u32* part_high,
                          int vocab, int power) {
   u64 before;
   u32 lowest, highest;
   const int bucket = locate(low, high, BUCKETS - 1, target, &before);
-  orders(row, bucket, vocab, power, &lowest, &highest);
-  return narrowed(row, what, target, before, lowest, highest, part_low, part_high, vocab, power);
+  look_at(row, bucket, vocab, power, &lowest, &highest);
+  struct Place place = narrowed(row, what, target, before, lowest, highest, part_low, part_high, vocab, power);
+  place.bucket = bucket;
+  return place;
 }
 
-// Sum over the falling order up to and with a place.
-INLINE u64 sum_to(const struct Row* row, int what, const struct Place* place, int vocab, int power) {
+// Sum over the falling order up to and with a place, whose bucket was the last one looked at. `low`, `high`: the sums of the first cut.
+INLINE u64 sum_to(const struct Row* row, int what, const struct Place* place, const u32* low, const u32* high, int vocab, int power) {
   u64 sum = 0;
-  for (int i = THREAD; i < vocab; i += THREADS) {
-    float x = (float)row->values[i];
-    if (order_of(x) > place->order) sum += measured(row, what, x, power);
+  if (row->listed < 0) {
+    for (int i = THREAD; i < vocab; i += THREADS) {
+      float x = (float)row->values[i];
+      if (order_of(x) > place->order) sum += measured(row, what, x, power);
+    }
+  } else {
+    for (int i = THREAD; i < place->bucket; i += THREADS) sum += low[i] + ((u64)high[i] << 32);
+    for (int i = THREAD; i < row->listed; i += THREADS)
+      if (row->orders[i] > place->order) sum += measured(row, what, of_order(row->orders[i]), power);
   }
   return block_total(sum) + (place->nth + 1) * measured(row, what, of_order(place->order), power);
 }
 
-// The id of a place.
+// The id of a place, whose bucket was the last one looked at.
 INLINE int id_at(const struct Row* row, const struct Place* place, u32* part_low, u32* part_high, int vocab) {
+  if (row->listed >= 0) {
+    SHARED int found;
+    for (int i = THREAD; i < row->listed; i += THREADS)
+      if (row->orders[i] == place->order) {
+        u64 lower = 0;
+        for (int j = 0; j < row->listed; ++j) lower += row->orders[j] == place->order && row->ids[j] < row->ids[i];
+        if (lower == place->nth) found = row->ids[i];
+      }
+    SYNC();
+    return found;
+  }
   const int each = (vocab + BUCKETS - 1) / BUCKETS;
   SYNC();
   for (int i = THREAD; i < BUCKETS; i += THREADS) part_low[i] = part_high[i] = 0;
@@ -330,9 +363,9 @@ INLINE int id_at(const struct Row* row, const struct Place* place, u32* part_low
   SYNC();
   u64 before;
   int i = locate(part_low, part_high, BUCKETS, place->nth, &before) * each;
-  for (;; ++i) {
-    if (order_of((float)row->values[i]) == place->order && before++ == place->nth) return i;
-  }
+  for (; i < vocab - 1; ++i)
+    if (order_of((float)row->values[i]) == place->order && before++ == place->nth) break;
+  return i;
 }
 
 """
@@ -342,6 +375,7 @@ RANKED = """
 DEVICE int draw_ranked(VALUE* x, int64_t* which, int64_t* slots, int* table, int64_t* positions,
                        float* largest, int* tokens, int nth, int vocab, int power) {
   SHARED u32 counts[BUCKETS], no_carry[BUCKETS], low[BUCKETS], high[BUCKETS], part_low[BUCKETS], part_high[BUCKETS];
+  SHARED int listed_orders[LISTED], listed_ids[LISTED];
   const i64 index = which[nth];
   if (index < 0) return 0;
   const int* packed = table + slots[index] * NUM_COLUMNS;
@@ -352,6 +386,9 @@ DEVICE int draw_ranked(VALUE* x, int64_t* which, int64_t* slots, int* table, int
   row.top = largest[index];
   row.temperature = FLOAT_OF(packed[TEMPERATURE]);
   row.least = FLOAT_OF(packed[MIN_P]) * FLOAT_OF((power + 127) << 23);
+  row.orders = listed_orders;
+  row.ids = listed_ids;
+  row.listed = -1;
   if (!is_finite(row.top) || top_k <= 1 || !(top_p > 0)) return 0;  // the token stays the most likely one
   for (int i = THREAD; i < BUCKETS; i += THREADS) counts[i] = no_carry[i] = low[i] = high[i] = 0;
   SYNC();
@@ -376,7 +413,7 @@ DEVICE int draw_ranked(VALUE* x, int64_t* which, int64_t* slots, int* table, int
   int bordered = 0;
   if ((u64)top_k < live) {
     border = find(&row, COUNTS, (u64)top_k - 1, counts, no_carry, part_low, part_high, vocab, power);
-    kept = sum_to(&row, WEIGHTS, &border, vocab, power);
+    kept = sum_to(&row, WEIGHTS, &border, low, high, vocab, power);
     bordered = 1;
   }
   if (top_p < 1.f) {  // an id stays if what comes before it adds up to less than this share
@@ -403,7 +440,7 @@ DEVICE int draw_ranked(VALUE* x, int64_t* which, int64_t* slots, int* table, int
     }
     flush(&pending, low, high);
     all = block_total(all);
-    kept = bordered ? sum_to(&row, LIKELY, &border, vocab, power) : all;
+    kept = bordered ? sum_to(&row, LIKELY, &border, low, high, vocab, power) : all;
   }
   struct Place drawn =
       find(&row, what, target_of(packed, positions[index], kept), low, high, part_low, part_high, vocab, power);
@@ -425,7 +462,8 @@ DEVICE int logprob_row(float* x, int64_t* tokens, float* largest, int64_t* total
   row.values = x + (i64)nth * vocab;
   row.temperature = 1;
   row.least = row.top = 0;
-  orders(&row, -1, vocab, power, &lowest, &highest);
+  row.orders = row.ids = listed;  // never: all ids are looked at
+  look_at(&row, -1, vocab, power, &lowest, &highest);
   row.top = of_order((int)highest);
   const int finite = is_finite(row.top);
   const float chosen = row.values[tokens[nth]];

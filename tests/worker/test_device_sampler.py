@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepinfer.kernels.sample import weight_power, weights
 from deepinfer.kernels.sample.cuda import Draws, Edits, Logprobs
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.device_sampler import DeviceSampler
@@ -195,6 +196,20 @@ def test_logprobs(place: str, count: int) -> None:
     one = gather_logprobs(logits[5:6], tokens[5:6], 3, kernel)
     same = min(count, 3) + 1
     assert torch.equal(one.values[0, :same], found.values[5, :same]), "the same bits alone and with another count"
+
+
+@pytest.mark.parametrize("place", KERNEL_PLACES)
+def test_sums_of_weights_are_those_of_the_reference(place: str) -> None:
+    vocab, rows, power = 5003, ROWS, weight_power(5003)
+    logits = hard_logits(rows, vocab, 23).to(device_of(place))
+    largest, total = logits.new_zeros(rows), torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    rank, ids = total.int(), total.new_zeros((rows, 0), dtype=torch.int32)
+    kernels(place, vocab).logprobs(logits, total.clone(), largest, total, rank, ids)
+    most = logits.max(-1, keepdim=True).values
+    wanted = weights(logits, most, torch.ones_like(most), power).sum(-1, dtype=torch.float64)
+    numbers = torch.isfinite(most[:, 0])
+    assert torch.equal(total[numbers], wanted[numbers].long()) and bool((total[~numbers] == -1).all())
+    assert torch.equal(largest[numbers], most[numbers, 0])
 
 
 class _Noting:

@@ -56,7 +56,7 @@ class DeviceSampler:
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each row, int32 ``[r]``."""
-        return self._most_likely(logits)[0]
+        return self._most_likely(logits.contiguous())[0]
 
     def _most_likely(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
@@ -69,7 +69,8 @@ class DeviceSampler:
         self._edits.mask(logits, rows.long(), masks)
 
     def draw(self, logits: torch.Tensor, rows: SampleRows, before: torch.Tensor | None, state: SamplingState) -> torch.Tensor:
-        """``Sampler.draw``: tokens int64 ``[r]``. Logits of another type than float32 are not edited."""
+        """``Sampler.draw``: tokens int64 ``[r]``. Logits of another type than float32 are not edited, others in place if contiguous."""
+        logits = logits.contiguous()
         if rows.edit is not None:
             self._edits(logits, rows.edit, rows.slots, state.table, rows.positions, self.lists(rows, before, state))
         tokens, largest = self._most_likely(logits)

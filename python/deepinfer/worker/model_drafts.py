@@ -136,7 +136,7 @@ class ModelDrafts:
 
         def draw(logits: torch.Tensor, nth: int, before: torch.Tensor) -> torch.Tensor:
             if not places.flags:
-                return torch.argmax(logits, dim=-1)
+                return sampler.greedy(logits).long()
             rows = SampleRows(
                 slots=slots,
                 positions=position + 1 + nth,
