@@ -48,7 +48,7 @@ def record_graphs(runner: ModelRunner, run: RunConfig) -> None:
     buckets = runner.to_record
     if not buckets:
         return
-    begin, free = time.perf_counter(), run.platform.memory_available()
+    begin, before = time.perf_counter(), _taken(run.device)
     bar = _Bar(run.quiet)
     try:
         runner.record_graphs(bar)
@@ -66,8 +66,17 @@ def record_graphs(runner: ModelRunner, run: RunConfig) -> None:
     finally:
         bar.close()
     if not run.quiet:
-        took, mib = time.perf_counter() - begin, max(0, free - run.platform.memory_available()) / 2**20
+        took, mib = time.perf_counter() - begin, max(0, _taken(run.device) - before) / 2**20
         print(f"  decode graphs  {len(buckets)} sizes up to {buckets[-1]} rows in {took:.1f} s, {mib:.0f} MiB", file=sys.stderr)
+
+
+def _taken(device: torch.device) -> int:
+    """Bytes of a GPU in use by anybody, without what torch keeps for later; what graphs keep is no tensor's."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 class _Bar:
