@@ -5,7 +5,8 @@
 A small dense model with random weights decodes greedily. `forward` and `sample` are the two halves of a step as the runner launches
 them, `turn` is one whole turn of the loop (complete, plan, launch), all medians. On a CPU the device is left out: the model and replays do
 nothing, copies are of host memory and events are nothing, so that what is left is this package's own Python, and without graphs the few
-operations around the model, computed. Launching a model's operations one by one, most of such a step on a GPU, is not in it.
+operations around the model, computed. Launching a model's operations one by one, most of such a step on a GPU, is not in it. On a GPU
+`device` is its own time of a step by events, first copy to last, and `idle` its time between two steps, means.
 """
 
 from __future__ import annotations
@@ -132,15 +133,21 @@ def measure(model: str, device: str, seqs: int, steps: int, graphs: str) -> dict
             halves.append((first[0], time.perf_counter() - begin))
 
         runner.launch_forward, runner.launch_sample = timed_forward, timed_sample  # type: ignore[method-assign]
+        counters = engine.counters
+        before = (counters.device_s, counters.idle_s, counters.steps)
         for _ in range(steps):
             begin = time.perf_counter()
             engine.step()
             turns.append(time.perf_counter() - begin)
         del runner.launch_forward, runner.launch_sample  # type: ignore[attr-defined]
+        device_s, idle_s, count = (a - b for a, b in zip((counters.device_s, counters.idle_s, counters.steps), before, strict=True))
         replays = engine.metrics().graphs.get("replays", 0)
     assert (replays >= steps) == (graphs != "off"), "the wrong way was measured"
     parts = {"forward": [f for f, _ in halves], "sample": [s for _, s in halves], "both": [f + s for f, s in halves], "turn": turns}
-    return {name: round(statistics.median(values) * 1e6, 1) for name, values in parts.items()}
+    found = {name: round(statistics.median(values) * 1e6, 1) for name, values in parts.items()}
+    if device != "cpu":
+        found |= {"device": round(device_s / count * 1e6, 1), "idle": round(idle_s / count * 1e6, 1)}
+    return found
 
 
 def main() -> None:
