@@ -21,7 +21,7 @@ from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_prev
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
 
-_BYTES_AHEAD = 24 * 1024
+_BYTES_AHEAD = 48 * 1024
 """Of weights a block has under way: three such blocks of a multiprocessor keep memory busy."""
 
 
@@ -100,13 +100,10 @@ def few_rows(d: Dialect, in_features: int, tokens: int, tile: int, chunk: int, s
 
 
 def few_rows_program(in_features: int, tokens: int, tile: int, dtype: str, ahead: int = _BYTES_AHEAD) -> Program:
-    """The kernel for up to ``tokens`` rows a block; ``ahead``: bytes of weights that a block has under way.
-
-    Raises ``KernelBuildError`` unless ``in_features`` is a multiple of 16.
-    """
-    if in_features % 16:
-        raise KernelBuildError(f"rows of {in_features} channels cannot be multiplied 16 at a time")
-    chunk = next(c for c in (128, 64, 32, 16) if in_features % c == 0 and (c < 128 or in_features // c >= 8))
+    """The kernel for up to ``tokens`` rows a block; ``ahead``: bytes of weights that a block has under way. Raises ``KernelBuildError``."""
+    chunk = next((c for c in (128, 64, 32, 16) if in_features % c == 0 and (c < 128 or in_features // c >= 8)), 0)
+    if not chunk:
+        raise KernelBuildError(f"inputs of {in_features} channels are no multiple of 16")
     stages = min(in_features // chunk, max(2, ahead // (tile * chunk * 2))) + 1
     constants = shape_config(in_features=in_features, tokens=tokens, tile=tile, chunk=chunk, stages=stages, dtype=dtype)
     return Program("linear", "few_rows", constants, (FILE,))

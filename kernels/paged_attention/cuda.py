@@ -39,6 +39,10 @@ _LOWEST = -1e30  # below every score; finite, so that a row that sees nothing of
 
 PASSES = (("tl.disable_safe_memory_legalize", True), ("tl.disable_tma_lower", True))
 
+MEMORY_BOUND = (("tl.disable_wgmma", True), *PASSES)
+"""For few rows a unit: a warpgroup's product wants a fence before it, which waits for every copy under way; a warp's does not, and
+gives the same bits."""
+
 
 def unit_tokens(heads: int, kv_heads: int) -> int:
     """Most rows of a step in one unit."""
@@ -218,10 +222,12 @@ def paged_attention(
                             part_top[i] = _LOWEST
                         T.fill(part, 0)
                 if splits == 1:
+                    for i in T.Parallel(WIDE):
+                        take[i] = 1.0 / total_sum[i]
                     for i, j in T.Parallel(WIDE, head_dim):
                         if i < T.min(count, tokens) * group:
                             # adding 0 turns -0 into 0, of which empty tiles might have made either
-                            out[first + i // group, head * group + i % group, j] = T.cast(total[i, j] / total_sum[i] + 0.0, dtype)
+                            out[first + i // group, head * group + i % group, j] = T.cast(total[i, j] * take[i] + 0.0, dtype)
 
     return paged_attention
 
@@ -373,9 +379,11 @@ def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_
                         total[i, j] = total[i, j] * keep[i] + part[i, j] * take[i]
                     T.fill(part, 0)
                 if tile == last // KEYS:
+                    for i in T.Parallel(WIDE):
+                        take[i] = 1.0 / total_sum[i]
                     for i, j in T.Parallel(WIDE, head_dim):
                         if i < group:
-                            out[unit // kv_heads, unit % kv_heads * group + i, j] = T.cast(total[i, j] / total_sum[i] + 0.0, dtype)
+                            out[unit // kv_heads, unit % kv_heads * group + i, j] = T.cast(total[i, j] * take[i] + 0.0, dtype)
                     T.fill(total, 0)
                     T.fill(total_sum, 0)
                     T.fill(top, _LOWEST)
@@ -426,8 +434,9 @@ def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str)
                 total_sum = total_sum * keep + part_scale[1, row, head, base + n] * take
                 for j in T.Parallel(head_dim):
                     total[j] = total[j] * keep + part_value[row, head, base + n, j] * take
+            keep = 1.0 / total_sum
             for j in T.Parallel(head_dim):
-                out[row, head, j] = T.cast(total[j] / total_sum + 0.0, dtype)
+                out[row, head, j] = T.cast(total[j] * keep + 0.0, dtype)
 
     return add_segments
 
@@ -435,17 +444,17 @@ def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str)
 def attention_programs(heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, dtype: str) -> list[Program]:
     """The kernels of one kind of layer: units, rows by themselves, units in ``SPLITS`` splits, and what adds the latter up."""
 
-    def program(factory: str, **choices: int) -> Program:
+    def program(factory: str, passes: tuple[tuple[str, bool], ...], **choices: int) -> Program:
         constants = shape_config(
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, window=window, dtype=dtype, **choices
         )
-        return Program("paged_attention", factory, constants, uses=(FILE,), passes=PASSES)
+        return Program("paged_attention", factory, constants, uses=(FILE,), passes=passes)
 
     adding = shape_config(heads=heads, head_dim=head_dim, window=window, dtype=dtype)
     return [
-        program("paged_attention", splits=1, stages=2),
-        program("decode_attention", stages=2),
-        program("paged_attention", splits=SPLITS, stages=2),
+        program("paged_attention", PASSES, splits=1, stages=2),
+        program("decode_attention", MEMORY_BOUND, stages=2),
+        program("paged_attention", MEMORY_BOUND, splits=SPLITS, stages=2),
         Program("paged_attention", "add_segments", adding, uses=(FILE,), passes=PASSES),
     ]
 
