@@ -9,20 +9,50 @@ compares the two before either is used in the other's place, so that which one r
 # Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-from deepinfer.errors import KernelBuildError
 
 from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_previous
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
 
-_BYTES_AHEAD = 48 * 1024
-"""Of weights a block has under way: three such blocks of a multiprocessor keep memory busy."""
+_KB = 1024
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one number of rows is run: ``tokens`` rows and ``tile`` outputs a block, ``ahead`` bytes of weights under way."""
+
+    tokens: int
+    tile: int
+    ahead: int
+
+
+def choose(in_features: int, out_features: int, rows: int) -> Choice | None:
+    """The fastest kernel found on an H200 for ``rows`` rows (docs/kernels.md); ``None``: the library is faster."""
+    if out_features % 64 or in_features % 16:
+        return None
+    if in_features >= 4096:  # weights are what is waited for; only their start can be hidden
+        if rows > 16 or in_features >= 8192:
+            return None
+        if out_features <= 4096:
+            return Choice(8, 16, 48 * _KB) if rows <= 8 else Choice(16, 16, 48 * _KB)
+        if out_features <= 8192:
+            return Choice(8, 64, 48 * _KB) if rows <= 8 else Choice(16, 16, 24 * _KB)
+        return Choice(8, 16, 24 * _KB) if rows <= 8 else None
+    if out_features >= 16384:
+        return Choice(8, 32, 36 * _KB) if rows <= 8 else Choice(16, 32, 36 * _KB) if rows <= 16 else None
+    if rows <= 8:
+        return Choice(8, 16, 48 * _KB)
+    if out_features >= 2048:
+        return Choice(16, 32, 36 * _KB) if rows <= 16 else Choice(32, 32, 36 * _KB) if rows <= 32 else None
+    if in_features >= 1024:
+        return Choice(16, 16, 48 * _KB) if rows <= 64 else Choice(16, 32, 48 * _KB) if rows <= 128 else None
+    return Choice(16, 32, 36 * _KB) if rows <= 64 else Choice(32, 32, 36 * _KB) if rows <= 256 else None
 
 
 def few_rows(d: Dialect, in_features: int, tokens: int, tile: int, chunk: int, stages: int, dtype: str) -> Any:
@@ -99,71 +129,60 @@ def few_rows(d: Dialect, in_features: int, tokens: int, tile: int, chunk: int, s
     return few_rows
 
 
-def few_rows_program(in_features: int, tokens: int, tile: int, dtype: str, ahead: int = _BYTES_AHEAD) -> Program:
-    """The kernel for up to ``tokens`` rows a block; ``ahead``: bytes of weights that a block has under way. Raises ``KernelBuildError``."""
-    chunk = next((c for c in (128, 64, 32, 16) if in_features % c == 0 and (c < 128 or in_features // c >= 8)), 0)
-    if not chunk:
-        raise KernelBuildError(f"inputs of {in_features} channels are no multiple of 16")
-    stages = min(in_features // chunk, max(2, ahead // (tile * chunk * 2))) + 1
-    constants = shape_config(in_features=in_features, tokens=tokens, tile=tile, chunk=chunk, stages=stages, dtype=dtype)
+def few_rows_program(in_features: int, choice: Choice, dtype: str) -> Program:
+    """The kernel of a choice."""
+    chunk = next(c for c in (128, 64, 32, 16) if in_features % c == 0 and (c < 128 or in_features // c >= 8))
+    stages = min(in_features // chunk, max(2, choice.ahead // (choice.tile * chunk * 2))) + 1
+    constants = shape_config(in_features=in_features, tokens=choice.tokens, tile=choice.tile, chunk=chunk, stages=stages, dtype=dtype)
     return Program("linear", "few_rows", constants, (FILE,))
 
 
-_TOKENS = (8, 16, 32)
-"""Rows of a block, one kernel each."""
-
-_WIDE_INPUT = 4096
-"""From so many channels on a block's weights are more than its rows."""
+_LIMITS = (8, 16, 32, 64, 128, 256)
+"""Rows between which the choice may change."""
 
 
-def _tile(tokens: int, in_features: int) -> int:
-    return 32 if tokens == 32 else 16
+def few_rows_programs(in_features: int, out_features: int, dtype: str) -> list[Program]:
+    """Every kernel that is chosen for some number of rows."""
+    chosen = [choose(in_features, out_features, rows) for rows in _LIMITS]
+    return [few_rows_program(in_features, choice, dtype) for choice in dict.fromkeys(chosen) if choice is not None]
 
 
 class FewRows:
-    """The kernels for inputs of ``in_features`` channels: ``x @ weight.T`` of up to ``most`` rows.
+    """The kernels for weights ``[out_features, in_features]``, for up to ``limit`` rows; 0 = for none.
 
     Raises ``KernelBuildError`` if one cannot be had.
     """
 
-    def __init__(self, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
-        programs = self.programs(in_features, run_dtype(dtype))
-        self._kernels = dict(zip(_TOKENS, require(programs, device, after=True), strict=True))
-        self._tiles = {tokens: _tile(tokens, in_features) for tokens in _TOKENS}
-
-    @staticmethod
-    def programs(in_features: int, dtype: str) -> list[Program]:
-        """What it launches."""
-        return [few_rows_program(in_features, tokens, _tile(tokens, in_features), dtype) for tokens in _TOKENS]
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        name = run_dtype(dtype)
+        chosen = {rows: choose(in_features, out_features, rows) for rows in _LIMITS}
+        programs = few_rows_programs(in_features, out_features, name)
+        kernels = dict(zip(programs, require(programs, device, after=True), strict=True)) if programs else {}
+        self._out_features = out_features
+        self._kernels = [
+            (rows, choice, kernels[few_rows_program(in_features, choice, name)]) for rows, choice in chosen.items() if choice is not None
+        ]
+        self.limit = max((rows for rows, _, _ in self._kernels), default=0)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """``x`` ``[R, in]``, ``weight`` ``[out, in]`` with ``out`` a multiple of 32, ``out`` ``[R, out]``; all contiguous."""
-        rows, width = out.shape
-        tokens = next((t for t in _TOKENS if rows <= t), _TOKENS[-1])
-        grid = (width // self._tiles[tokens], -(-rows // tokens))
-        self._kernels[tokens].launch(grid, x, weight, out, rows, width)
-
-
-def few_rows_limit(in_features: int, out_features: int) -> int:
-    """Up to how many rows these kernels are faster than the library's on an H200 (docs/kernels.md)."""
-    if in_features >= _WIDE_INPUT:
-        return 8 if in_features < 2 * _WIDE_INPUT else 0
-    if out_features >= 16384:
-        return 16
-    return 256 if out_features <= 1024 else 32
+        """``x`` ``[R, in]``, ``weight`` ``[out, in]``, ``out`` ``[R, out]``; all contiguous, ``R`` up to ``limit``."""
+        rows = out.shape[0]
+        _, choice, kernel = next(k for k in self._kernels if rows <= k[0])
+        kernel.launch((self._out_features // choice.tile, -(-rows // choice.tokens)), x, weight, out, rows, self._out_features)
 
 
 class Projection:
     """One weight ``[out, in]`` with optional bias, run by whichever form is fastest at a number of rows that has the same bits.
 
-    ``few`` is used up to ``few_up_to`` rows; 0 = never.
+    ``few``, for weights without bias, is used up to ``few_up_to`` rows; 0 = never.
     """
 
     __slots__ = ("bias", "few", "few_up_to", "weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, few: FewRows | None = None, few_up_to: int = 0) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, few: FewRows | None = None) -> None:
         self.weight, self.bias = weight, bias
-        self.few, self.few_up_to = few, few_up_to
+        self.few = few if bias is None else None
+        self.few_up_to = 0 if self.few is None else self.few.limit
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` ``[R, in]`` → ``[R, out]``."""
@@ -213,5 +232,16 @@ def _agreeing(projection: Projection, candidates: list[int]) -> tuple[list[int],
 
 def programs_for(shape: ModelShape) -> list[Program]:
     """What a model of ``shape`` launches."""
-    widths = dict.fromkeys((shape.hidden, shape.q_size, shape.intermediate))
-    return [program for width in widths for program in FewRows.programs(width, shape.dtype)]
+    return [program for width, out in linears_of(shape) for program in few_rows_programs(width, out, shape.dtype)]
+
+
+def linears_of(shape: ModelShape) -> list[tuple[int, int]]:
+    """(in, out) of the projections of a layer, then of the head."""
+    qkv = shape.q_size + 2 * shape.kv_size
+    return [
+        (shape.hidden, qkv),
+        (shape.q_size, shape.hidden),
+        (shape.hidden, 2 * shape.intermediate),
+        (shape.intermediate, shape.hidden),
+        (shape.hidden, shape.vocab),
+    ]

@@ -9,14 +9,14 @@ number of the host but the row count, so they can be recorded as graphs.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from ...kernels.argmax.cuda import Argmax
 from ...kernels.embedding.cuda import Embedding
-from ...kernels.linear.cuda import FewRows, Projection, agreeing_rows, few_rows_limit
+from ...kernels.linear.cuda import FewRows, Projection, agreeing_rows, few_rows_programs
 from ...kernels.paged_attention.cuda import PagedAttention, Scratch, Units, attention_programs, one_row_units, step_units
 from ...kernels.rms_norm.cuda import AddRmsNorm, RmsNorm
 from ...kernels.rope import RopeTable
@@ -48,26 +48,19 @@ class _Layer:
 
     __slots__ = ("down", "gate_up", "input_norm", "out", "post_norm", "qk_norm", "qkv", "window")
 
-    def __init__(self, p: LlamaParameters, index: int, t: LlamaTopology, few: dict[int, FewRows]) -> None:
+    def __init__(self, p: LlamaParameters, index: int, t: LlamaTopology, few: Callable[[torch.Tensor], FewRows]) -> None:
         layer = p.layers[index]
         self.input_norm, self.post_norm, self.qk_norm = layer.input_norm, layer.post_norm, layer.qk_norm
-        self.qkv = _projection(layer.qkv, layer.qkv_bias, few)
-        self.out = _projection(layer.out, layer.out_bias, few)
-        self.gate_up = _projection(layer.gate_up, layer.gate_up_bias, few)
-        self.down = _projection(layer.down, layer.down_bias, few)
+        self.qkv = Projection(layer.qkv, layer.qkv_bias, few(layer.qkv))
+        self.out = Projection(layer.out, layer.out_bias, few(layer.out))
+        self.gate_up = Projection(layer.gate_up, layer.gate_up_bias, few(layer.gate_up))
+        self.down = Projection(layer.down, layer.down_bias, few(layer.down))
         self.window = t.windows[index]
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         """All of them, in order."""
         return self.qkv, self.out, self.gate_up, self.down
-
-
-def _projection(weight: torch.Tensor, bias: torch.Tensor | None, few: dict[int, FewRows]) -> Projection:
-    out_features, in_features = weight.shape
-    if bias is not None or out_features % 32:
-        return Projection(weight, bias)
-    return Projection(weight, None, few[in_features], few_rows_limit(in_features, out_features))
 
 
 class FusedForward:
@@ -88,10 +81,16 @@ class FusedForward:
         t = topology
         self.topology, self.dtype, self.device = t, dtype, device
         prepare(self.programs(t, run_dtype(dtype)), device)
-        few = {width: FewRows(width, dtype, device) for width in {t.hidden, t.q_size, t.intermediate}}
+        made: dict[torch.Size, FewRows] = {}
+
+        def few(weight: torch.Tensor) -> FewRows:
+            if weight.shape not in made:
+                made[weight.shape] = FewRows(weight.shape[1], weight.shape[0], dtype, device)
+            return made[weight.shape]
+
         self._layers = [_Layer(parameters, index, t, few) for index in range(t.layers)]
         self._embed_weight, self._norm_weight = parameters.embed, parameters.norm
-        self._head = _projection(parameters.head, None, few)
+        self._head = Projection(parameters.head, None, few(parameters.head))
         self._embed = Embedding(t.vocab, t.hidden, dtype, device)
         self._norm = RmsNorm(t.hidden, t.eps, dtype, device)
         self._add_norm = AddRmsNorm(t.hidden, t.eps, dtype, device)
@@ -117,7 +116,9 @@ class FusedForward:
     @staticmethod
     def programs(t: LlamaTopology, dtype: str) -> list[Program]:
         """Every kernel but those of attention, which follow from the page."""
-        found = [program for width in {t.hidden, t.q_size, t.intermediate} for program in FewRows.programs(width, dtype)]
+        qkv = t.q_size + 2 * t.kv_size
+        widths = [(t.hidden, qkv), (t.q_size, t.hidden), (t.hidden, 2 * t.intermediate), (t.intermediate, t.hidden), (t.hidden, t.vocab)]
+        found = [program for width, out in widths for program in few_rows_programs(width, out, dtype)]
         found += Embedding.programs(t.vocab, t.hidden, dtype) + RmsNorm.programs(t.hidden, dtype) + AddRmsNorm.programs(t.hidden, dtype)
         found += RopeKv.programs(t.heads, t.kv_heads, t.head_dim, dtype, t.qk_norm) + SwiGlu.programs(t.intermediate, dtype)
         return found + Argmax.programs(t.vocab, dtype)
