@@ -20,13 +20,13 @@ from .store import compile_program
 
 def packed(program: Program) -> str:
     """``program`` as a line."""
-    return json.dumps([program.op, program.factory, program.constants, program.uses, program.passes])
+    return json.dumps([program.op, program.factory, program.constants, program.uses, program.passes, program.form])
 
 
 def unpacked(line: str) -> Program:
     """The program of a line."""
-    op, factory, constants, uses, passes = json.loads(line)
-    return Program(op, factory, tuple(map(tuple, constants)), tuple(uses), tuple(map(tuple, passes)))
+    op, factory, constants, uses, passes, form = json.loads(line)
+    return Program(op, factory, tuple(map(tuple, constants)), tuple(uses), tuple(map(tuple, passes)), form)
 
 
 def main(arch: str) -> None:

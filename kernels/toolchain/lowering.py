@@ -60,7 +60,7 @@ def lower(program: Program, arch: str) -> Lowered:
             function = program.build(Dialect())
             artifact = tilelang.lower(function, target=target)
     except Exception as e:  # of any kind: TileLang raises its own, TVM's and Python's
-        raise KernelBuildError(f"{program.name} cannot be lowered for {arch}: {_last_line(e)}") from e
+        raise KernelBuildError(f"{program.name} cannot be lowered for {arch}: {last_line(e)}") from e
     source = str(artifact.kernel_source)
     found = _SIGNATURE.findall(source)
     if len(found) != 1:
@@ -88,7 +88,8 @@ def _argument(parameter: str) -> tuple[str, str]:
     return name, _SCALARS[kind.replace("const ", "").strip()]
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
+    """Kind and last line of what TileLang raised, which holds its reason."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
 
@@ -104,4 +105,4 @@ def on_cpu(program: Program) -> Callable[..., Any]:
             program.build(Dialect(cpu=True)), target="c", execution_backend="cython", pass_configs=dict(program.passes) or None
         )
     except Exception as e:
-        raise KernelBuildError(f"{program.name} cannot be compiled for the CPU: {_last_line(e)}") from e
+        raise KernelBuildError(f"{program.name} cannot be compiled for the CPU: {last_line(e)}") from e

@@ -35,10 +35,11 @@ class Program:
 
     Attributes:
         op: folder of the operator under ``kernels/``.
-        factory: function of ``kernels/<op>/cuda.py`` that gives the TileLang function, called with a ``Dialect`` and the constants.
+        factory: function of ``kernels/<op>/<form>.py`` that gives the TileLang function, called with a ``Dialect`` and the constants.
         constants: see ``shape_config``.
         uses: further files under ``kernels/`` whose text goes into the kernel.
         passes: TileLang pass settings.
+        form: the kernel's file, ``cuda`` or ``asc``.
     """
 
     op: str
@@ -46,6 +47,7 @@ class Program:
     constants: tuple[tuple[str, Constant], ...] = ()
     uses: tuple[str, ...] = ()
     passes: tuple[tuple[str, Constant], ...] = field(default=())
+    form: str = "cuda"
 
     @property
     def name(self) -> str:
@@ -55,13 +57,13 @@ class Program:
 
     def build(self, dialect: Dialect) -> Any:
         """The TileLang function. Imports TileLang."""
-        module = importlib.import_module(f"deepinfer.kernels.{self.op}.cuda")
+        module = importlib.import_module(f"deepinfer.kernels.{self.op}.{self.form}")
         return getattr(module, self.factory)(dialect, **dict(self.constants))
 
     def digest(self, arch: str) -> str:
         """Hex name under which its machine code is stored: everything that the code follows from."""
         h = hashlib.sha256(f"{_FORMAT} {TILELANG} {arch} {self.name} {sorted(self.passes)}".encode())
-        for path in sorted({f"{self.op}/cuda.py", *_TOOLS, *self.uses}):
+        for path in sorted({f"{self.op}/{self.form}.py", *_TOOLS, *self.uses}):
             h.update(path.encode() + b"\0" + (_KERNELS / path).read_bytes() + b"\0")
         return h.hexdigest()[:40]
 

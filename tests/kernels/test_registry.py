@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def _is_factory(function: object) -> bool:
     return not function.__name__.startswith("_") and bool(parameters) and parameters[0].name == "d"  # type: ignore[attr-defined]
 
 
+def test_the_page_has_the_limit_of_every_operator() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    section = page.split("\n## Limits\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(registry.operators())
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_programs_of_a_shape_can_be_told_apart(name: str) -> None:
     wanted = registry.wanted(NAMED[name])
@@ -74,7 +81,7 @@ def _check(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_reports_what_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     good = registry.wanted(NAMED[ALWAYS])[0]
     entries = [registry.Entry(ALWAYS, good), registry.Entry(ALWAYS, dataclasses.replace(good, factory="gone"))]
-    monkeypatch.setattr(registry, "entries", lambda shapes=None: iter(entries))
+    monkeypatch.setattr(registry, "entries", lambda shapes=None, form="cuda": iter(entries))
     assert main(["kernels", "check", "--jobs", "1"]) == 1
     said = capsys.readouterr()
     assert "2 kernels for sm_90a" in said.out and "1 failures" in said.out
@@ -134,7 +141,7 @@ def test_an_operator_may_refuse_sizes(capsys: pytest.CaptureFixture[str], tmp_pa
 @needs_compiler
 def test_build_and_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     program = registry.wanted(NAMED[ALWAYS])[0]
-    monkeypatch.setattr(registry, "entries", lambda shapes=None: iter([registry.Entry(ALWAYS, program)]))
+    monkeypatch.setattr(registry, "entries", lambda shapes=None, form="cuda": iter([registry.Entry(ALWAYS, program)]))
     assert main(["kernels", "build", "--output", str(tmp_path / "a" / "b"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["built"], told["kept"], told["failed"]) == (1, 0, {})

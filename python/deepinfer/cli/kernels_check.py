@@ -18,6 +18,7 @@ EXAMPLES = (
     "deepinfer kernels check",
     "deepinfer kernels check --shape smollm2-135m",
     "deepinfer kernels check --record",
+    "deepinfer kernels check --ascend",
 )
 
 
@@ -26,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choice(parser)
     add_jobs(parser)
     parser.add_argument("--record", action="store_true", help="write what kernels take to kernels/resources.json instead of comparing")
+    parser.add_argument(
+        "--ascend", action="store_true", help="lower the forms for Ascend instead, which is as far as this goes without CANN"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -33,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints a table; 1 if a kernel does not build, spills, wants too much shared memory, or takes many more registers than recorded."""
     from deepinfer.kernels import registry, resources
 
+    if args.ascend:
+        return _check_ascend(args)
     start = time.perf_counter()
     entries = chosen(args)
     resources.recorded(args.arch)  # damaged? before minutes are spent
@@ -54,6 +60,36 @@ def run(args: argparse.Namespace) -> int:
     for line in failures:
         console.error_line(line)
     return console.EXIT_FAILED if failures else console.EXIT_OK
+
+
+def _check_ascend(args: argparse.Namespace) -> int:
+    """Prints a line a kernel; 1 if one cannot be lowered."""
+    from deepinfer.errors import KernelBuildError
+    from deepinfer.kernels.toolchain.ascend import lower_for_ascend
+    from deepinfer.kernels.toolchain.lowering import check_tilelang
+
+    start = time.perf_counter()
+    check_tilelang()
+    entries = chosen(args, "asc")
+    lengths: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    with console.progress(len(entries), "lowering kernels", "kernel") as bar:
+        for entry in entries:
+            try:
+                lengths[entry.program.name] = len(lower_for_ascend(entry.program))
+            except KernelBuildError as e:
+                refused[entry.program.name] = str(e)
+            bar.update()
+    seconds = time.perf_counter() - start
+    if args.json:
+        console.print_json({"lowered": lengths, "refused": refused, "seconds": round(seconds, 2)})
+    else:
+        rows = [(name, str(length)) for name, length in lengths.items()] + [(name, "-") for name in refused]
+        console.write_out(columns([("kernel", "bytes of Ascend C"), *rows]))
+        console.write_out(f"{len(entries)} kernels lowered for Ascend in {seconds:.1f} s, {len(refused)} refused; none is run\n")
+    for name, reason in refused.items():
+        console.error_line(f"{name} cannot be lowered for Ascend: {reason}")
+    return console.EXIT_FAILED if refused else console.EXIT_OK
 
 
 def as_json(built: Sequence[Built], found: Comparison) -> dict[str, Any]:

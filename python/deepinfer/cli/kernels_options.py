@@ -29,8 +29,8 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=None, metavar="N", help="processes that compile (default: one for each usable core)")
 
 
-def chosen(args: argparse.Namespace) -> list[Entry]:
-    """The kernels that were asked for, in the registry's order.
+def chosen(args: argparse.Namespace, form: str = "cuda") -> list[Entry]:
+    """The kernels that were asked for, in the registry's order; ``form``: for which kind of device.
 
     Raises:
         UserError: an unknown shape or architecture.
@@ -47,10 +47,10 @@ def chosen(args: argparse.Namespace) -> list[Entry]:
         shape = read_kernel_shape(config_of(args.model), args.dtype, args.block_size)
         for op, reason in registry.refusals(shape).items():
             console.note(f"operator {op} stays with its reference: {reason}")
-        return list(registry.entries({args.model: shape}))
+        return list(registry.entries({args.model: shape}, form))
     if args.shape is not None and args.shape not in NAMED:
         raise console.UserError(f"--shape {args.shape!r} is unknown; use one of {', '.join(NAMED)}")
-    return list(registry.entries(None if args.shape is None else {args.shape: NAMED[args.shape]}))
+    return list(registry.entries(None if args.shape is None else {args.shape: NAMED[args.shape]}, form))
 
 
 def build(entries: Sequence[Entry], args: argparse.Namespace, keep: Callable[[StoredKernel], None] | None = None) -> list[Built]:
