@@ -2,8 +2,8 @@
 
     python benches/sampling.py [--vocab 49152 128256] [--rows 1 64 256] [--dtype bfloat16] [--json]
 
-Each line is a median of ``--repeats`` measurements, each the mean of many calls on logits that lie in turn in enough memory that they do not
-come from the cache. Kernels are captured in one CUDA graph; torch operators, which allocate, run eagerly behind a warm-up, launches and
+Each line is a median of ``--repeats`` measurements, each the mean of many calls on logits that lie in turn in enough memory that they do
+not come from the cache. Kernels are captured in one CUDA graph; torch operators, which allocate, run eagerly behind a warm-up, launches and
 all. Logits are normal with deviation 3 and a few likely tokens. ``kind``: what all rows want.
 """
 
@@ -28,8 +28,8 @@ KINDS = {
     "min_p": {"temperature": 0.8, "min_p": 0.05},
     "top_k": {"temperature": 0.8, "top_k": 50},
     "top_p": {"temperature": 0.8, "top_p": 0.9},
-    "top_k, top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
-    "flat, top_p": {"temperature": 1e30, "top_p": 0.9},
+    "top_k+top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "flat_top_p": {"temperature": 1e30, "top_p": 0.9},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
     "logprobs": {"temperature": 0.0, "logprobs": 20},
 }
