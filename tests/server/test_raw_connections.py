@@ -97,3 +97,22 @@ def test_who_asks_for_another_protocol_is_answered_in_this_one(front: Local) -> 
     asked = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\ncontent-length"
     got = raw(front, *[post({}).replace(b"content-length", asked)] * 2, pause=0.4)
     assert got.count(b"HTTP/1.1 200 OK") == 2 and got.count(b'"completion_tokens":3') == 2
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["with the request", "during the answer"])
+def test_a_client_that_shuts_down_its_side_has_left(front: Local, at_once: bool) -> None:
+    """TCP tells it from no closed connection, behind which a request would run on for nobody."""
+    with socket.create_connection(("127.0.0.1", front.port)) as sock:
+        sock.settimeout(20)
+        sock.sendall(post({"stream": True, "max_tokens": 480}))
+        got = b""
+        if not at_once:
+            while got.count(b"data: ") < 3:
+                got += sock.recv(1 << 16)
+        sock.shutdown(socket.SHUT_WR)
+        front.at_rest()
+        while piece := sock.recv(1 << 16):
+            got += piece
+    assert b"[DONE]" not in got and got.count(b"data: ") < 480
+    if at_once:
+        assert got.count(b"data: ") < 100
