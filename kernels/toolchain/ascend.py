@@ -11,7 +11,7 @@ from typing import Any
 from deepinfer.errors import KernelBuildError
 
 from .dialect import Dialect
-from .lowering import check_tilelang, last_line
+from .lowering import check_tilelang, last_line, quiet
 from .program import Program
 
 CORES = 64
@@ -36,7 +36,7 @@ def lower_for_ascend(program: Program) -> str:
     from tilelang import tvm
 
     try:
-        with tvm.target.Target({"kind": "ascend"}) as target:
+        with quiet(), tvm.target.Target({"kind": "ascend"}) as target:
             return str(tilelang.lower(program.build(AscendDialect()), target=target).kernel_source)
     except Exception as e:  # of any kind: TileLang raises its own, TVM's and Python's
         raise KernelBuildError(last_line(e)) from e

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -46,6 +48,18 @@ def check_tilelang() -> None:
         raise KernelBuildError(f"kernels are lowered with TileLang {TILELANG}, found {found}; `pip install 'deepinfer[cuda]'`")
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps TileLang from writing a factory's whole text to stderr when it fails: the error says what is wrong."""
+    log = logging.getLogger("tilelang")
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def lower(program: Program, arch: str) -> Lowered:
     """CUDA source of ``program`` for ``arch``; needs no GPU. Raises ``KernelBuildError``."""
     check_tilelang()
@@ -54,6 +68,7 @@ def lower(program: Program, arch: str) -> Lowered:
 
     try:
         with (
+            quiet(),
             tvm.transform.PassContext(config={**_PASSES, **dict(program.passes)}),
             tvm.target.Target({"kind": "cuda", "arch": arch}) as target,
         ):
@@ -101,8 +116,9 @@ def on_cpu(program: Program) -> Callable[..., Any]:
     import tilelang
 
     try:
-        return tilelang.compile(
-            program.build(Dialect(cpu=True)), target="c", execution_backend="cython", pass_configs=dict(program.passes) or None
-        )
+        with quiet():
+            return tilelang.compile(
+                program.build(Dialect(cpu=True)), target="c", execution_backend="cython", pass_configs=dict(program.passes) or None
+            )
     except Exception as e:
         raise KernelBuildError(f"{program.name} cannot be compiled for the CPU: {last_line(e)}") from e

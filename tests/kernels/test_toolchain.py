@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -103,10 +104,21 @@ def test_the_compilers_complaint_is_one_line_and_names_the_kernel() -> None:
 @needs_compiler
 @pytest.mark.parametrize(("constants", "said"), [({"nonsense": 1}, "nonsense"), ({}, "missing")])
 def test_a_factory_that_fails_is_named(constants: dict[str, int], said: str) -> None:
+    """In one line; what TileLang has to say besides, which is the factory's whole text, goes nowhere (``lowering.quiet``)."""
     wrong = Program("rms_norm", "add_rms_norm", shape_config(**constants))
     with pytest.raises(KernelBuildError, match=f"cannot be lowered for sm_90a: TypeError: .*{said}") as error:
         lower(wrong, "sm_90a")
     assert "\n" not in str(error.value)
+
+
+@needs_compiler
+def test_tilelang_keeps_quiet_while_a_kernel_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("tilelang.language.eager.builder")
+    with lowering.quiet():
+        log.critical("eight hundred lines")
+    assert caplog.records == []
+    log.critical("and not beyond")
+    assert [record.getMessage() for record in caplog.records] == ["and not beyond"] or not log.isEnabledFor(logging.CRITICAL)
 
 
 @needs_compiler
