@@ -7,7 +7,7 @@ results in memory, and a second kernel adds them up in the same order with the s
 its segments were spread nor on which rows stand beside it. Keys a row does not see have weight exactly zero.
 
 Formula: softmax(q k^T * scale) v with the maximum taken out (Milakov & Gimelshein 2018), weights rounded to the run dtype before the
-product with v, sums of the unrounded weights.
+product with v and before they are summed, which is a product with ones: tensor cores add alike whatever an element's place is.
 """
 
 # Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
@@ -21,7 +21,7 @@ import torch
 
 from deepinfer.platforms import to_device
 
-from ..toolchain import Dialect, ModelShape, Program, shape_config
+from ..toolchain import Dialect, ModelShape, Program, StoredKernel, shape_config
 from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_previous
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
@@ -35,13 +35,15 @@ WIDE = 64
 SEGMENT = 128
 """Keys of a partial result. Part of what the bits mean."""
 
+_SUMS = 16
+"""Columns of the product with ones that adds up weights: tensor cores add in the same order whatever a row's place is."""
+
 _LOWEST = -1e30  # below every score; finite, so that a row that sees nothing of a tile makes no NaN
 
 PASSES = (("tl.disable_safe_memory_legalize", True), ("tl.disable_tma_lower", True))
 
-MEMORY_BOUND = (("tl.disable_wgmma", True), *PASSES)
-"""For few rows a unit: a warpgroup's product wants a fence before it, which waits for every copy under way; a warp's does not, and
-gives the same bits."""
+BY_WARPS = (("tl.disable_wgmma", True), *PASSES)
+"""For ``decode_attention``: products of single warps, which take operands as they lie and want no fence that waits for copies under way."""
 
 
 def unit_tokens(heads: int, kv_heads: int) -> int:
@@ -49,31 +51,35 @@ def unit_tokens(heads: int, kv_heads: int) -> int:
     return WIDE // (heads // kv_heads)
 
 
-def paged_attention(
-    d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, splits: int, stages: int, dtype: str
-) -> Any:
-    """One block for each (unit, KV head, split). ``splits`` = 1 writes ``out``; more leave partial results of every segment.
+def _fetch(d: Dialect, page_tokens: int) -> Any:
+    """``fetch(source, target, table, row, tile, head, stage)``: begins the copy of a tile of keys or values, one group a page."""
+    T = d.T
+    copies = max(1, KEYS // page_tokens)
+    chunk = min(KEYS, page_tokens)
+
+    @T.macro
+    def fetch(source, target, table, row, tile, head, stage):
+        for n in T.unroll(copies):
+            column = T.min((tile * KEYS + n * chunk) // page_tokens, table.shape[1] - 1)
+            start = tile * KEYS % page_tokens if copies == 1 else 0
+            T.async_copy(source[table[row, column], start : start + chunk, head, :], target[stage, n * chunk : (n + 1) * chunk, :])
+
+    return fetch
+
+
+def paged_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, stages: int, dtype: str) -> Any:
+    """One block for each (unit, KV head), for units of many rows.
 
     ``window``: a row sees the last so many positions; 0 = all. ``position`` are those of the rows, ascending within a unit; rows
     ``unit_first … unit_first + unit_count - 1`` belong to row ``unit_table`` of ``table``. A unit of 0 rows is skipped.
-    ``part_value`` ``[rows, heads, segments, head_dim]`` and ``part_scale`` ``[2, rows, heads, segments]`` (maximum, sum) are float32.
     """
     T = d.T
     group = heads // kv_heads
     tokens = WIDE // group
     per_segment = SEGMENT // KEYS
     copies = max(1, KEYS // page_tokens)
-    chunk = min(KEYS, page_tokens)
-    total_rows, pages, tables, width, units, part_rows, segments = (
-        T.dynamic(n) for n in ("total_rows", "pages", "tables", "width", "units", "part_rows", "segments")
-    )
-
-    @T.macro
-    def fetch(source, target, table, row, tile, head, stage):
-        for n in T.unroll(copies):
-            column = T.min((tile * KEYS + n * chunk) // page_tokens, width - 1)
-            start = tile * KEYS % page_tokens if copies == 1 else 0
-            T.async_copy(source[table[row, column], start : start + chunk, head, :], target[stage, n * chunk : (n + 1) * chunk, :])
+    total_rows, pages, tables, width, units = (T.dynamic(n) for n in ("total_rows", "pages", "tables", "width", "units"))
+    fetch = _fetch(d, page_tokens)
 
     @T.prim_func
     def paged_attention(
@@ -86,83 +92,65 @@ def paged_attention(
         unit_count: T.Tensor((units,), "int32"),
         unit_table: T.Tensor((units,), "int64"),
         out: T.Tensor((total_rows, heads, head_dim), dtype),
-        part_value: T.Tensor((part_rows, heads, segments, head_dim), "float32"),
-        part_scale: T.Tensor((2, part_rows, heads, segments), "float32"),
         log2_scale: T.float32,
     ):
-        with T.Kernel(units, kv_heads, splits, threads=2 * WIDE, prelude=prelude(d)) as (unit, head, split):
+        with T.Kernel(units, kv_heads, threads=2 * WIDE, prelude=prelude(d)) as (unit, head):
             q_s = T.alloc_shared((WIDE, head_dim), dtype)
             k_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
             v_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
+            ones = T.alloc_shared((KEYS, _SUMS), dtype)
             score = T.alloc_fragment((WIDE, KEYS), "float32")
             weight = T.alloc_fragment((WIDE, KEYS), dtype)
             part = T.alloc_fragment((WIDE, head_dim), "float32")
+            part_sum = T.alloc_fragment((WIDE, _SUMS), "float32")
             part_top = T.alloc_fragment((WIDE,), "float32")
-            part_sum = T.alloc_fragment((WIDE,), "float32")
+            total = T.alloc_fragment((WIDE, head_dim), "float32")
+            total_sum = T.alloc_fragment((WIDE, _SUMS), "float32")
+            top = T.alloc_fragment((WIDE,), "float32")
             newer = T.alloc_fragment((WIDE,), "float32")
-            share = T.alloc_fragment((WIDE,), "float32")
             keep = T.alloc_fragment((WIDE,), "float32")
+            take = T.alloc_fragment((WIDE,), "float32")
             seen = T.alloc_fragment((WIDE,), "int32")
-            if splits == 1:
-                total = T.alloc_fragment((WIDE, head_dim), "float32")
-                top = T.alloc_fragment((WIDE,), "float32")
-                total_sum = T.alloc_fragment((WIDE,), "float32")
-                take = T.alloc_fragment((WIDE,), "float32")
             first = T.alloc_var("int32")
             count = T.alloc_var("int32")
             row = T.alloc_var("int64")
             last = T.alloc_var("int32")
-            base = T.alloc_var("int32")
-            tiles = T.alloc_var("int32")
-            here = T.alloc_var("int32")
+            begun = T.alloc_var("int32")
             tile = T.alloc_var("int32")
-            ahead = T.alloc_var("int32")
 
             let_next_start(d)
+            T.fill(ones, 1)
             wait_for_previous(d)
             first = unit_first[unit]
             count = unit_count[unit]
             if count > 0:
                 row = unit_table[unit]
                 last = T.cast(position[first + count - 1], "int32")
-                base = 0
+                begun = 0
                 if window > 0:
-                    base = T.max(T.cast(position[first], "int32") - (window - 1), 0) // SEGMENT
-                tiles = last // KEYS + 1 - base * per_segment
-                # tiles of this split: whole segments base + split, base + split + splits, …, the last one perhaps short
-                here = (T.ceildiv(tiles, per_segment) - split + splits - 1) // splits * per_segment
-                if (T.ceildiv(tiles, per_segment) - 1) % splits == split:
-                    here = here - (T.ceildiv(tiles, per_segment) * per_segment - tiles)
+                    begun = T.max(T.cast(position[first], "int32") - (window - 1), 0) // SEGMENT * per_segment
                 for i in T.Parallel(WIDE):
                     seen[i] = T.cast(position[first + T.min(i // group, count - 1)], "int32")
                 for n in T.unroll(stages - 1):
-                    if n < here:
-                        fetch(k, k_s, table, row, (base + split + n // per_segment * splits) * per_segment + n % per_segment, head, n)
-                        fetch(v, v_s, table, row, (base + split + n // per_segment * splits) * per_segment + n % per_segment, head, n)
+                    if begun + n <= last // KEYS:
+                        fetch(k, k_s, table, row, begun + n, head, n)
+                        fetch(v, v_s, table, row, begun + n, head, n)
                     else:
                         for _ in T.unroll(2 * copies):
                             T.ptx_commit_group()
                 for i, j in T.Parallel(WIDE, head_dim):
                     q_s[i, j] = q[first + T.min(i // group, count - 1), head * group + i % group, j]
-                if splits == 1:
-                    T.fill(total, 0)
-                    T.fill(total_sum, 0)
-                    T.fill(top, _LOWEST)
+                T.fill(total, 0)
+                T.fill(total_sum, 0)
+                T.fill(top, _LOWEST)
                 T.fill(part, 0)
                 T.fill(part_sum, 0)
                 T.fill(part_top, _LOWEST)
-                for n in T.serial(here):
-                    tile = (base + split + n // per_segment * splits) * per_segment + n % per_segment
-                    ahead = n + stages - 1
-                    if ahead < here:
-                        fetch(
-                            k, k_s, table, row,
-                            (base + split + ahead // per_segment * splits) * per_segment + ahead % per_segment, head, ahead % stages,
-                        )  # fmt: skip
-                        fetch(
-                            v, v_s, table, row,
-                            (base + split + ahead // per_segment * splits) * per_segment + ahead % per_segment, head, ahead % stages,
-                        )  # fmt: skip
+                for n in T.serial(last // KEYS + 1 - begun):
+                    tile = begun + n
+                    if tile + stages - 1 <= last // KEYS:
+                        fetch(k, k_s, table, row, tile + stages - 1, head, (n + stages - 1) % stages)
+                        fetch(v, v_s, table, row, tile + stages - 1, head, (n + stages - 1) % stages)
                     else:
                         for _ in T.unroll(2 * copies):
                             T.ptx_commit_group()
@@ -183,13 +171,11 @@ def paged_attention(
                         keep[i] = T.exp2(part_top[i] - newer[i])
                         part_top[i] = newer[i]
                     for i, j in T.Parallel(WIDE, KEYS):
-                        score[i, j] = T.exp2(score[i, j] - part_top[i])
-                    T.reduce_sum(score, share, dim=1)
-                    for i in T.Parallel(WIDE):
-                        part_sum[i] = part_sum[i] * keep[i] + share[i]
-                    T.copy(score, weight)
+                        weight[i, j] = T.cast(T.exp2(score[i, j] - part_top[i]), dtype)
                     for i, j in T.Parallel(WIDE, head_dim):
                         part[i, j] = part[i, j] * keep[i]
+                    for i, j in T.Parallel(WIDE, _SUMS):
+                        part_sum[i, j] = part_sum[i, j] * keep[i]
                     T.ptx_wait_group((2 * stages - 2) * copies)
                     T.sync_threads()
                     if last < tile * KEYS + KEYS - 1:
@@ -198,57 +184,57 @@ def paged_attention(
                             v_s[n % stages, i, j] = T.if_then_else(tile * KEYS + i > last, T.cast(0, dtype), v_s[n % stages, i, j])
                         T.sync_threads()
                     T.gemm(weight, v_s[n % stages, :, :], part, policy=T.GemmWarpPolicy.FullRow)
+                    T.gemm(weight, ones, part_sum, policy=T.GemmWarpPolicy.FullRow)
                     T.sync_threads()
-                    if n % per_segment == per_segment - 1 or n == here - 1:
-                        if splits > 1:
-                            for i, j in T.Parallel(WIDE, head_dim):
-                                if i < T.min(count, tokens) * group:
-                                    part_value[first + i // group, head * group + i % group, tile // per_segment, j] = part[i, j]
-                            for i in T.Parallel(WIDE):
-                                if i < T.min(count, tokens) * group:
-                                    part_scale[0, first + i // group, head * group + i % group, tile // per_segment] = part_top[i]
-                                    part_scale[1, first + i // group, head * group + i % group, tile // per_segment] = part_sum[i]
-                        else:
-                            for i in T.Parallel(WIDE):
-                                newer[i] = T.max(top[i], part_top[i])
-                                keep[i] = T.exp2(top[i] - newer[i])
-                                take[i] = T.exp2(part_top[i] - newer[i])
-                                top[i] = newer[i]
-                                total_sum[i] = total_sum[i] * keep[i] + part_sum[i] * take[i]
-                            for i, j in T.Parallel(WIDE, head_dim):
-                                total[i, j] = total[i, j] * keep[i] + part[i, j] * take[i]
+                    if tile % per_segment == per_segment - 1 or tile == last // KEYS:
                         for i in T.Parallel(WIDE):
-                            part_sum[i] = 0
+                            newer[i] = T.max(top[i], part_top[i])
+                            keep[i] = T.exp2(top[i] - newer[i])
+                            take[i] = T.exp2(part_top[i] - newer[i])
+                            top[i] = newer[i]
                             part_top[i] = _LOWEST
+                        for i, j in T.Parallel(WIDE, head_dim):
+                            total[i, j] = total[i, j] * keep[i] + part[i, j] * take[i]
+                        for i, j in T.Parallel(WIDE, _SUMS):
+                            total_sum[i, j] = total_sum[i, j] * keep[i] + part_sum[i, j] * take[i]
                         T.fill(part, 0)
-                if splits == 1:
-                    for i in T.Parallel(WIDE):
-                        take[i] = 1.0 / total_sum[i]
-                    for i, j in T.Parallel(WIDE, head_dim):
-                        if i < T.min(count, tokens) * group:
-                            # adding 0 turns -0 into 0, of which empty tiles might have made either
-                            out[first + i // group, head * group + i % group, j] = T.cast(total[i, j] * take[i] + 0.0, dtype)
+                        T.fill(part_sum, 0)
+                T.reduce_max(total_sum, take, dim=1, clear=True)  # of equal ones
+                for i in T.Parallel(WIDE):
+                    take[i] = 1.0 / take[i]
+                for i, j in T.Parallel(WIDE, head_dim):
+                    if i < T.min(count, tokens) * group:
+                        # adding 0 turns -0 into 0, of which empty tiles might have made either
+                        out[first + i // group, head * group + i % group, j] = T.cast(total[i, j] * take[i] + 0.0, dtype)
 
     return paged_attention
 
 
-def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, stages: int, dtype: str) -> Any:
-    """``paged_attention`` with one split for units of one row, unit ``i`` row ``i``: ``blocks`` blocks take a (row, KV head) after another
-    and fetch the next one's first tile while they work on the last of the one before. ``stages`` is 2."""
+def decode_attention(
+    d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, splits: int, stages: int, dtype: str
+) -> Any:
+    """Units of one row, unit ``i`` row ``i``, the other way round: keys and channels are the rows of the matrix products and the query heads
+    of a KV head their ``_queries`` columns, so that a warp has few numbers of each to do.
+
+    ``splits`` = 1: ``blocks`` blocks take a (row, KV head) after another and fetch the next one's first tile while they work on the last of
+    the one before. More: block ``splits * i + s`` takes every ``splits``-th segment of (row, KV head) ``i`` from ``s`` on and leaves partial
+    results: ``part_value`` ``[rows, heads, segments, head_dim]`` and ``part_scale`` ``[2, rows, heads, segments]`` (maximum, sum) float32.
+    """
     T = d.T
     group = heads // kv_heads
+    queries = 8 if group <= 8 else 16
     per_segment = SEGMENT // KEYS
     copies = max(1, KEYS // page_tokens)
-    chunk = min(KEYS, page_tokens)
     groups = 2 * copies + 1  # of copies of a tile: the queries, its keys, its values
-    rows, pages, tables, width = (T.dynamic(n) for n in ("rows", "pages", "tables", "width"))
+    rows, pages, tables, width, part_rows, segments = (T.dynamic(n) for n in ("rows", "pages", "tables", "width", "part_rows", "segments"))
+    fetch = _fetch(d, page_tokens)
 
     @T.macro
-    def fetch(source, target, table, row, tile, head, stage):
-        for n in T.unroll(copies):
-            column = T.min((tile * KEYS + n * chunk) // page_tokens, width - 1)
-            start = tile * KEYS % page_tokens if copies == 1 else 0
-            T.async_copy(source[table[row, column], start : start + chunk, head, :], target[stage, n * chunk : (n + 1) * chunk, :])
+    def fetch_all(q, k, v, table, q_s, k_s, v_s, unit, table_row, tile, stage):
+        row = unit // kv_heads
+        T.async_copy(q[row, unit % kv_heads * group : unit % kv_heads * group + group, :], q_s[stage, 0:group, :])
+        fetch(k, k_s, table, table_row, tile, unit % kv_heads, stage)
+        fetch(v, v_s, table, table_row, tile, unit % kv_heads, stage)
 
     @T.prim_func
     def decode_attention(
@@ -259,27 +245,32 @@ def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_
         position: T.Tensor((rows,), "int64"),
         table_row: T.Tensor((rows,), "int64"),
         out: T.Tensor((rows, heads, head_dim), dtype),
+        part_value: T.Tensor((part_rows, heads, segments, head_dim), "float32"),
+        part_scale: T.Tensor((2, part_rows, heads, segments), "float32"),
         log2_scale: T.float32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=2 * WIDE, prelude=prelude(d)) as block:
-            q_s = T.alloc_shared((stages, WIDE, head_dim), dtype)
+            q_s = T.alloc_shared((stages, queries, head_dim), dtype)
             k_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
             v_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
-            score = T.alloc_fragment((WIDE, KEYS), "float32")
-            weight = T.alloc_fragment((WIDE, KEYS), dtype)
-            part = T.alloc_fragment((WIDE, head_dim), "float32")
-            total = T.alloc_fragment((WIDE, head_dim), "float32")
-            part_top = T.alloc_fragment((WIDE,), "float32")
-            part_sum = T.alloc_fragment((WIDE,), "float32")
-            top = T.alloc_fragment((WIDE,), "float32")
-            total_sum = T.alloc_fragment((WIDE,), "float32")
-            newer = T.alloc_fragment((WIDE,), "float32")
-            share = T.alloc_fragment((WIDE,), "float32")
-            keep = T.alloc_fragment((WIDE,), "float32")
-            take = T.alloc_fragment((WIDE,), "float32")
+            w_s = T.alloc_shared((KEYS, queries), dtype)
+            sum_s = T.alloc_shared((queries,), "float32")
+            ones = T.alloc_fragment((KEYS, KEYS), dtype)
+            score = T.alloc_fragment((KEYS, queries), "float32")
+            part = T.alloc_fragment((head_dim, queries), "float32")
+            part_sum = T.alloc_fragment((KEYS, queries), "float32")
+            part_top = T.alloc_fragment((queries,), "float32")
+            newer = T.alloc_fragment((queries,), "float32")
+            keep = T.alloc_fragment((queries,), "float32")
+            if splits == 1:
+                total = T.alloc_fragment((head_dim, queries), "float32")
+                total_sum = T.alloc_fragment((KEYS, queries), "float32")
+                top = T.alloc_fragment((queries,), "float32")
+                take = T.alloc_fragment((queries,), "float32")
             todo = T.alloc_var("int32")
-            begun = T.alloc_var("int32")
+            base = T.alloc_var("int32")
+            split = T.alloc_var("int32")
             unit = T.alloc_var("int32")  # worked on: row * kv_heads + head
             tile = T.alloc_var("int32")
             last = T.alloc_var("int32")
@@ -288,110 +279,135 @@ def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_
             next_last = T.alloc_var("int32")
             next_row = T.alloc_var("int64")
             let_next_start(d)
+            T.fill(ones, 1)
             wait_for_previous(d)
-            todo = 0
-            for n in T.serial(T.ceildiv(rows * kv_heads - block, blocks)):
-                begun = 0
-                if window > 0:
-                    begun = T.max(T.cast(position[(block + n * blocks) // kv_heads], "int32") - (window - 1), 0) // SEGMENT * per_segment
-                todo = todo + T.cast(position[(block + n * blocks) // kv_heads], "int32") // KEYS + 1 - begun
-            unit = block
-            next_unit = block
-            next_last = T.cast(position[block // kv_heads], "int32")
-            next_row = table_row[block // kv_heads]
-            next_tile = 0
+            split = block % splits
+            unit = block // splits
+            last = T.cast(position[unit // kv_heads], "int32")
+            base = 0
             if window > 0:
-                next_tile = T.max(next_last - (window - 1), 0) // SEGMENT * per_segment
-            last = next_last
-            tile = next_tile
-            for n in T.serial(stages - 1):
-                row = next_unit // kv_heads
-                T.async_copy(q[row, next_unit % kv_heads * group : next_unit % kv_heads * group + group, :], q_s[n, 0:group, :])
-                fetch(k, k_s, table, next_row, next_tile, next_unit % kv_heads, n)
-                fetch(v, v_s, table, next_row, next_tile, next_unit % kv_heads, n)
-            T.fill(total, 0)
-            T.fill(total_sum, 0)
-            T.fill(top, _LOWEST)
-            T.fill(part, 0)
-            T.fill(part_sum, 0)
-            T.fill(part_top, _LOWEST)
-            for n in T.serial(todo):
-                if n + 1 < todo:
-                    next_tile = next_tile + 1
-                    if next_tile > next_last // KEYS:
-                        next_unit = next_unit + blocks
-                        next_last = T.cast(position[next_unit // kv_heads], "int32")
-                        next_row = table_row[next_unit // kv_heads]
-                        next_tile = 0
-                        if window > 0:
-                            next_tile = T.max(next_last - (window - 1), 0) // SEGMENT * per_segment
-                    row = next_unit // kv_heads
-                    T.async_copy(
-                        q[row, next_unit % kv_heads * group : next_unit % kv_heads * group + group, :], q_s[(n + 1) % stages, 0:group, :]
-                    )
-                    fetch(k, k_s, table, next_row, next_tile, next_unit % kv_heads, (n + 1) % stages)
-                    fetch(v, v_s, table, next_row, next_tile, next_unit % kv_heads, (n + 1) % stages)
-                else:
-                    for _ in T.unroll(groups):
-                        T.ptx_commit_group()
-                T.ptx_wait_group(groups + copies)
-                T.sync_threads()
-                T.clear(score)
-                T.gemm(q_s[n % stages, :, :], k_s[n % stages, :, :], score, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                for i, j in T.Parallel(WIDE, KEYS):
+                base = T.max(last - (window - 1), 0) // SEGMENT
+            tile = (base + split) * per_segment
+            todo = 0
+            if splits == 1:
+                for n in T.serial(T.ceildiv(rows * kv_heads - block, blocks)):
+                    base = 0
                     if window > 0:
-                        score[i, j] = T.if_then_else(
-                            tile * KEYS + j <= last and tile * KEYS + j > last - window, score[i, j] * log2_scale, _LOWEST
-                        )
-                    else:
-                        score[i, j] = T.if_then_else(tile * KEYS + j <= last, score[i, j] * log2_scale, _LOWEST)
-                T.reduce_max(score, newer, dim=1, clear=True)
-                for i in T.Parallel(WIDE):
-                    newer[i] = T.max(newer[i], part_top[i])
-                    keep[i] = T.exp2(part_top[i] - newer[i])
-                    part_top[i] = newer[i]
-                for i, j in T.Parallel(WIDE, KEYS):
-                    score[i, j] = T.exp2(score[i, j] - part_top[i])
-                T.reduce_sum(score, share, dim=1)
-                for i in T.Parallel(WIDE):
-                    part_sum[i] = part_sum[i] * keep[i] + share[i]
-                T.copy(score, weight)
-                for i, j in T.Parallel(WIDE, head_dim):
-                    part[i, j] = part[i, j] * keep[i]
-                T.ptx_wait_group(groups)
-                T.sync_threads()
-                if last < tile * KEYS + KEYS - 1:
-                    for i, j in T.Parallel(KEYS, head_dim):
-                        v_s[n % stages, i, j] = T.if_then_else(tile * KEYS + i > last, T.cast(0, dtype), v_s[n % stages, i, j])
-                    T.sync_threads()
-                T.gemm(weight, v_s[n % stages, :, :], part, policy=T.GemmWarpPolicy.FullRow)
-                T.sync_threads()
-                if tile % per_segment == per_segment - 1 or tile == last // KEYS:
-                    for i in T.Parallel(WIDE):
-                        newer[i] = T.max(top[i], part_top[i])
-                        keep[i] = T.exp2(top[i] - newer[i])
-                        take[i] = T.exp2(part_top[i] - newer[i])
-                        top[i] = newer[i]
-                        total_sum[i] = total_sum[i] * keep[i] + part_sum[i] * take[i]
-                        part_sum[i] = 0
-                        part_top[i] = _LOWEST
-                    for i, j in T.Parallel(WIDE, head_dim):
-                        total[i, j] = total[i, j] * keep[i] + part[i, j] * take[i]
-                    T.fill(part, 0)
-                if tile == last // KEYS:
-                    for i in T.Parallel(WIDE):
-                        take[i] = 1.0 / total_sum[i]
-                    for i, j in T.Parallel(WIDE, head_dim):
-                        if i < group:
-                            out[unit // kv_heads, unit % kv_heads * group + i, j] = T.cast(total[i, j] * take[i] + 0.0, dtype)
+                        base = T.max(T.cast(position[(block + n * blocks) // kv_heads], "int32") - (window - 1), 0) // SEGMENT
+                    todo = todo + T.cast(position[(block + n * blocks) // kv_heads], "int32") // KEYS + 1 - base * per_segment
+            else:
+                # whole segments base + split, base + split + splits, …, the last one perhaps short
+                todo = (last // SEGMENT + splits - base - split) // splits * per_segment
+                if (last // SEGMENT - base) % splits == split:
+                    todo = todo - (per_segment - 1 - last // KEYS % per_segment)
+            next_unit = unit
+            next_tile = tile
+            next_last = last
+            next_row = table_row[unit // kv_heads]
+            if todo > 0:
+                fetch_all(q, k, v, table, q_s, k_s, v_s, next_unit, next_row, next_tile, 0)
+                if splits == 1:
                     T.fill(total, 0)
                     T.fill(total_sum, 0)
                     T.fill(top, _LOWEST)
-                    unit = next_unit
-                    last = next_last
-                    tile = next_tile
-                else:
-                    tile = tile + 1
+                T.fill(part, 0)
+                T.fill(part_sum, 0)
+                T.fill(part_top, _LOWEST)
+                for n in T.serial(todo):
+                    if n + 1 < todo:
+                        next_tile = next_tile + 1
+                        if splits > 1:
+                            if next_tile % per_segment == 0:
+                                next_tile = next_tile + (splits - 1) * per_segment
+                        else:
+                            if next_tile > next_last // KEYS:
+                                next_unit = next_unit + blocks
+                                next_last = T.cast(position[next_unit // kv_heads], "int32")
+                                next_row = table_row[next_unit // kv_heads]
+                                next_tile = 0
+                                if window > 0:
+                                    next_tile = T.max(next_last - (window - 1), 0) // SEGMENT * per_segment
+                        fetch_all(q, k, v, table, q_s, k_s, v_s, next_unit, next_row, next_tile, (n + 1) % stages)
+                    else:
+                        for _ in T.unroll(groups):
+                            T.ptx_commit_group()
+                    T.ptx_wait_group(groups + copies)
+                    T.sync_threads()
+                    T.clear(score)
+                    T.gemm(k_s[n % stages, :, :], q_s[n % stages, :, :], score, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                    for i, j in T.Parallel(KEYS, queries):
+                        if window > 0:
+                            score[i, j] = T.if_then_else(
+                                tile * KEYS + i <= last and tile * KEYS + i > last - window, score[i, j] * log2_scale, _LOWEST
+                            )
+                        else:
+                            score[i, j] = T.if_then_else(tile * KEYS + i <= last, score[i, j] * log2_scale, _LOWEST)
+                    T.reduce_max(score, newer, dim=0, clear=True)
+                    for j in T.Parallel(queries):
+                        newer[j] = T.max(newer[j], part_top[j])
+                        keep[j] = T.exp2(part_top[j] - newer[j])
+                        part_top[j] = newer[j]
+                    for i, j in T.Parallel(KEYS, queries):
+                        w_s[i, j] = T.cast(T.exp2(score[i, j] - part_top[j]), dtype)
+                    for i, j in T.Parallel(head_dim, queries):
+                        part[i, j] = part[i, j] * keep[j]
+                    for i, j in T.Parallel(KEYS, queries):
+                        part_sum[i, j] = part_sum[i, j] * keep[j]
+                    T.ptx_wait_group(groups)
+                    T.sync_threads()
+                    if last < tile * KEYS + KEYS - 1:
+                        for i, j in T.Parallel(KEYS, head_dim):
+                            v_s[n % stages, i, j] = T.if_then_else(tile * KEYS + i > last, T.cast(0, dtype), v_s[n % stages, i, j])
+                        T.sync_threads()
+                    T.gemm(v_s[n % stages, :, :], w_s, part, transpose_A=True, policy=T.GemmWarpPolicy.FullRow)
+                    T.gemm(ones, w_s, part_sum, policy=T.GemmWarpPolicy.FullRow)
+                    T.sync_threads()
+                    if tile % per_segment == per_segment - 1 or tile == last // KEYS:
+                        if splits > 1:
+                            for i, j in T.Parallel(head_dim, queries):
+                                if j < group:
+                                    part_value[unit // kv_heads, unit % kv_heads * group + j, tile // per_segment, i] = part[i, j]
+                            for j in T.Parallel(queries):
+                                if j < group:
+                                    part_scale[0, unit // kv_heads, unit % kv_heads * group + j, tile // per_segment] = part_top[j]
+                            for i, j in T.Parallel(KEYS, queries):
+                                if i == 0 and j < group:
+                                    part_scale[1, unit // kv_heads, unit % kv_heads * group + j, tile // per_segment] = part_sum[i, j]
+                        else:
+                            for j in T.Parallel(queries):
+                                newer[j] = T.max(top[j], part_top[j])
+                                keep[j] = T.exp2(top[j] - newer[j])
+                                take[j] = T.exp2(part_top[j] - newer[j])
+                                top[j] = newer[j]
+                            for i, j in T.Parallel(head_dim, queries):
+                                total[i, j] = total[i, j] * keep[j] + part[i, j] * take[j]
+                            for i, j in T.Parallel(KEYS, queries):
+                                total_sum[i, j] = total_sum[i, j] * keep[j] + part_sum[i, j] * take[j]
+                        for j in T.Parallel(queries):
+                            part_top[j] = _LOWEST
+                        T.fill(part, 0)
+                        T.fill(part_sum, 0)
+                    if splits > 1:
+                        tile = tile + 1
+                        if tile % per_segment == 0:
+                            tile = tile + (splits - 1) * per_segment
+                    else:
+                        if tile == last // KEYS:
+                            for i, j in T.Parallel(KEYS, queries):
+                                if i == 0:
+                                    sum_s[j] = 1.0 / total_sum[i, j]
+                            T.sync_threads()
+                            for i, j in T.Parallel(head_dim, queries):
+                                if j < group:
+                                    out[unit // kv_heads, unit % kv_heads * group + j, i] = T.cast(total[i, j] * sum_s[j] + 0.0, dtype)
+                            T.fill(total, 0)
+                            T.fill(total_sum, 0)
+                            T.fill(top, _LOWEST)
+                            unit = next_unit
+                            last = next_last
+                            tile = next_tile
+                        else:
+                            tile = tile + 1
 
     return decode_attention
 
@@ -452,21 +468,28 @@ def attention_programs(heads: int, kv_heads: int, head_dim: int, page_tokens: in
 
     adding = shape_config(heads=heads, head_dim=head_dim, window=window, dtype=dtype)
     return [
-        program("paged_attention", PASSES, splits=1, stages=2),
-        program("decode_attention", MEMORY_BOUND, stages=2),
-        program("paged_attention", MEMORY_BOUND, splits=SPLITS, stages=2),
+        program("paged_attention", PASSES, stages=2),
+        program("decode_attention", BY_WARPS, splits=1, stages=2),
+        program("decode_attention", BY_WARPS, splits=SPLITS, stages=2),
         Program("paged_attention", "add_segments", adding, uses=(FILE,), passes=PASSES),
     ]
 
 
-SPLITS = 8
+SPLITS = 16
 """Blocks that share the segments of a unit where there are few units."""
 
 SPLIT_ROWS = 16
 """Most rows of a step whose segments are shared out: with more, units fill the GPU by themselves."""
 
-_BLOCKS_OF_PROCESSOR = 2
-"""Blocks of ``decode_attention`` that a multiprocessor holds."""
+_SHARED, _REGISTERS = 227 * 1024, 65536
+"""Of a multiprocessor: bytes of shared memory, registers."""
+
+
+def _blocks_of_processor(kernel: StoredKernel) -> int:
+    """Blocks of ``kernel`` that a multiprocessor holds at once."""
+    registers = -(-kernel.resources.registers // 8) * 8 * kernel.threads
+    return max(1, min(_SHARED // (kernel.shared + 1024), _REGISTERS // registers))
+
 
 _LOG2_E = 1.4426950408889634
 
@@ -476,8 +499,8 @@ class Units:
     """A step's rows as ``PagedAttention`` works on them; all on the device, made once a step.
 
     ``table`` int32 ``[*, W]`` pages of sequences; ``position`` int64 ``[T]`` of the rows; ``first``, ``count`` int32 ``[U]`` and ``row``
-    int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``. ``rows``: how many rows the
-    units have at most, known on the host. ``single``: each row is a unit, in order.
+    int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``. ``single``: each row is a
+    unit, in order.
     """
 
     table: torch.Tensor
@@ -485,7 +508,6 @@ class Units:
     first: torch.Tensor
     count: torch.Tensor
     row: torch.Tensor
-    rows: int
     single: bool = False
 
 
@@ -496,7 +518,7 @@ def one_row_units(
     if counting is None:
         first = torch.arange(position.shape[0], dtype=torch.int32, device=position.device)
         counting = first, torch.ones_like(first)
-    return Units(table, position, *counting, row, position.shape[0], True)
+    return Units(table, position, *counting, row, True)
 
 
 def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int], tokens: int) -> Units:
@@ -511,7 +533,7 @@ def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int],
     order = np.argsort(-nth, kind="stable")  # those that see most keys begin first
     packed = torch.from_numpy(np.stack((first[order], count[order], row[order])))
     on_device = to_device(packed, position.device)
-    return Units(table, position, on_device[0].int(), on_device[1].int(), on_device[2], int(borders[-1]))
+    return Units(table, position, on_device[0].int(), on_device[1].int(), on_device[2])
 
 
 class Scratch:
@@ -549,7 +571,8 @@ class PagedAttention:
     ) -> None:  # fmt: skip
         programs = attention_programs(heads, kv_heads, head_dim, page_tokens, window or 0, run_dtype(dtype))
         self._wide, self._single, self._split, self._add = require(programs, device, after=True)
-        self._blocks = _BLOCKS_OF_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._blocks = processors * _blocks_of_processor(self._single.stored)
         self._shape = (heads, head_dim)
         self._kv_heads = kv_heads
         self._scale = head_dim**-0.5 * _LOG2_E
@@ -559,24 +582,22 @@ class PagedAttention:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: Units, out: torch.Tensor) -> None:
         """``q`` ``[R, heads, head_dim]`` → ``out``, the same shape; ``k``, ``v`` ``[pages, page_tokens, kv_heads, head_dim]`` hold the
         rows' own entries. Rows that are in no unit are not written. Allocates nothing."""
-        count = units.first.shape[0]
-        common = (q, k, v, units.table, units.position, units.first, units.count, units.row)
-        if units.rows > SPLIT_ROWS:
-            width = units.table.shape[1]
-            if units.single:
-                blocks = min(self._blocks, count * self._kv_heads)
-                one = (q, k, v, units.table, units.position, units.row, out, self._scale, blocks, count, width)
-                self._single.launch((blocks,), *one)
-            else:
-                self._wide.launch((count, self._kv_heads), *common, out, self._scale, width, count)
+        count, width = units.first.shape[0], units.table.shape[1]
+        if not units.single:
+            common = (q, k, v, units.table, units.position, units.first, units.count, units.row)
+            self._wide.launch((count, self._kv_heads), *common, out, self._scale, width, count)
             return
-        width = units.table.shape[1]
+        common = (q, k, v, units.table, units.position, units.row)
+        if count > SPLIT_ROWS:
+            blocks = min(self._blocks, count * self._kv_heads)
+            self._single.launch((blocks,), *common, out, self._scale, blocks, count, width)
+            return
         if self._scratch.segments * SEGMENT < width * k.shape[1]:
             self._scratch.reserve(width * k.shape[1])
         value, scale, segments = self._scratch.value, self._scratch.scale, self._scratch.segments
-        splits = min(SPLITS, segments)
-        self._split.launch((count, self._kv_heads, splits), *common, value, scale, self._scale, width, count, SPLIT_ROWS, segments)
-        self._add.launch((units.rows, self._shape[0]), value, scale, units.position, out, SPLIT_ROWS, segments, units.position.shape[0])
+        blocks = count * self._kv_heads * SPLITS
+        self._split.launch((blocks,), *common, value, scale, self._scale, blocks, width, SPLIT_ROWS, segments)
+        self._add.launch((count, self._shape[0]), value, scale, units.position, out, SPLIT_ROWS, segments, count)
 
 
 def programs_for(shape: ModelShape) -> list[Program]:
