@@ -213,12 +213,13 @@ def paged_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_t
 def decode_attention(
     d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, splits: int, stages: int, dtype: str
 ) -> Any:
-    """Units of one row, unit ``i`` row ``i``, the other way round: keys and channels are the rows of the matrix products and the query heads
-    of a KV head their ``_queries`` columns, so that a warp has few numbers of each to do.
+    """Units of one row, unit ``i`` row ``i``, the other way round: keys and channels are the rows of the matrix products, and the query
+    heads of a KV head their columns, so that a warp has few numbers of each to do.
 
-    ``splits`` = 1: ``blocks`` blocks take a (row, KV head) after another and fetch the next one's first tile while they work on the last of
-    the one before. More: block ``splits * i + s`` takes every ``splits``-th segment of (row, KV head) ``i`` from ``s`` on and leaves partial
-    results: ``part_value`` ``[rows, heads, segments, head_dim]`` and ``part_scale`` ``[2, rows, heads, segments]`` (maximum, sum) float32.
+    ``splits`` = 1: ``blocks`` blocks take a (row, KV head) after another and fetch the next one's first tile while they work on the last
+    of the one before. More: block ``splits * i + s`` takes every ``splits``-th segment of (row, KV head) ``i`` from ``s`` on and leaves
+    partial results: ``part_value`` ``[rows, heads, segments, head_dim]`` and ``part_scale`` ``[2, rows, heads, segments]`` (maximum, sum)
+    float32.
     """
     T = d.T
     group = heads // kv_heads
@@ -587,16 +588,16 @@ class PagedAttention:
             common = (q, k, v, units.table, units.position, units.first, units.count, units.row)
             self._wide.launch((count, self._kv_heads), *common, out, self._scale, width, count)
             return
-        common = (q, k, v, units.table, units.position, units.row)
+        single = (q, k, v, units.table, units.position, units.row)
         if count > SPLIT_ROWS:
             blocks = min(self._blocks, count * self._kv_heads)
-            self._single.launch((blocks,), *common, out, self._scale, blocks, count, width)
+            self._single.launch((blocks,), *single, out, self._scale, blocks, count, width)
             return
         if self._scratch.segments * SEGMENT < width * k.shape[1]:
             self._scratch.reserve(width * k.shape[1])
         value, scale, segments = self._scratch.value, self._scratch.scale, self._scratch.segments
         blocks = count * self._kv_heads * SPLITS
-        self._split.launch((blocks,), *common, value, scale, self._scale, blocks, width, SPLIT_ROWS, segments)
+        self._split.launch((blocks,), *single, value, scale, self._scale, blocks, width, SPLIT_ROWS, segments)
         self._add.launch((count, self._shape[0]), value, scale, units.position, out, SPLIT_ROWS, segments, count)
 
 
