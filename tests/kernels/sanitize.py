@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -81,12 +82,13 @@ def embedding(i: Inputs) -> None:
 
 
 def linear(i: Inputs) -> None:
-    from deepinfer.kernels.linear.cuda import _TOKENS, FewRows
+    from deepinfer.kernels.linear.cuda import _LIMITS, FewRows, linears_of
 
-    for width in {i.shape.hidden, i.shape.q_size, i.shape.intermediate}:
-        operator = FewRows(width, i.dtype, i.device)
-        for rows in (*(tokens - 1 for tokens in _TOKENS), _TOKENS[-1] + 3):
-            operator(i.normal(rows, width), i.normal(96, width), i.empty(rows, 96))
+    for width, out_width in linears_of(i.shape):
+        operator = FewRows(width, out_width, i.dtype, i.device)
+        weight = i.normal(out_width, width)
+        for rows in [limit - 1 for limit in _LIMITS if limit <= operator.limit]:
+            operator(i.normal(rows, width), weight, i.empty(rows, out_width))
 
 
 def paged_attention(i: Inputs) -> None:
@@ -188,6 +190,9 @@ class _Noted:
     def launch(self, grid: tuple[int, ...], *args: torch.Tensor | int | float) -> None:
         self._launched.add(self._program)
         self._kernel.launch(grid, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
 
 
 @contextmanager

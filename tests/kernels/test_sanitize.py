@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from deepinfer.kernels import registry
-from deepinfer.kernels.toolchain import Dialect, Program, loading
+from deepinfer.kernels.toolchain import Dialect, Program, StoredKernel, loading
+from deepinfer.kernels.toolchain.nvrtc import Resources
 from deepinfer.kernels.toolchain.shapes import LLAMA_8B, NAMED
 from kernel_kit import need_tilelang
 
@@ -34,6 +35,8 @@ class Idle:
         from tilelang import tvm
 
         function = program.build(Dialect())
+        used = Resources(64, 0, 0, 0, 0)
+        self.stored = StoredKernel(program.name, "sm_90a", "", "", "", (), (), 128, 32 << 10, used, b"")
         self.name = program.name
         self.kinds: list[str | None] = []  # a tensor's type, None for a number; sizes come last
         sizes: dict[str, None] = {}
