@@ -187,6 +187,7 @@ def draw_ranked(d: Dialect, vocab: int, threads: int, dtype: str) -> Any:
         tokens: T.Tensor((seqs,), "int32"),
     ):
         with T.Kernel(count, threads=threads, prelude=text) as nth:
+            T.annotate_min_blocks_per_sm(2)
             let_next_start(d)
             wait_for_previous(d)
             imported.call(

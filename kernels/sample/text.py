@@ -191,11 +191,12 @@ DEVICE int draw_plain(VALUE* x, int64_t* which, int64_t* slots, int* table, int6
 """
 
 PLACES = """
+#define LOWEST_ORDER (-0x7FFFFFFF)
 enum { COUNTS, WEIGHTS, LIKELY };  // what is added up: ids, their weights, the weights that min_p leaves
 
 struct Row {
   const VALUE* values;
-  float top, temperature, least;
+  float top, temperature, least, cut;  // cut: pieces of the first cut for a logit
   int *orders, *ids;  // a list of LISTED ids and their orders: those of the bucket looked at last
   int listed;         // how many; -1 = they are more, or no bucket's
 };
@@ -236,9 +237,10 @@ INLINE void collect(struct Pending* p, u32* low, u32* high, int piece, u64 x) {
   p->sum += x;
 }
 
-// First cut of the order: even pieces of the exponent; BUCKETS - 1 = so small that the weight is 0.
-INLINE int bucket_of(float y, int power) {
-  float b = -y * ((BUCKETS - 1) / ((power + 2) * 0.6931472f));
+// First cut of the order: even pieces of the logits down to where weights are 0 for certain; BUCKETS - 1 = below.
+INLINE float cut_of(float temperature, int power) { return (BUCKETS - 1) / ((power + 2) * 0.6931472f) / temperature; }
+INLINE int bucket_of(const struct Row* row, float x) {
+  float b = (row->top - x) * row->cut;
   return b < BUCKETS - 1 ? (int)b : BUCKETS - 1;
 }
 
@@ -278,19 +280,20 @@ part_high,
 }
 
 // Least and largest order of the ids of a bucket of the first cut, which are listed if they are few; -1 = of all ids.
-INLINE void look_at(struct Row* row, int bucket, int vocab, int power, u32* lowest, u32* highest) {
+INLINE void look_at(struct Row* row, int bucket, int vocab, u32* lowest, u32* highest) {
   SHARED int range[2], count;
   SYNC();
   if (THREAD == 0) {
     range[0] = 0x7FFFFFFF;
-    range[1] = -0x7FFFFFFF;
+    range[1] = LOWEST_ORDER;
     count = bucket < 0 ? LISTED + 1 : 0;
   }
   SYNC();
-  int least = 0x7FFFFFFF, most = -0x7FFFFFFF;
+  int least = 0x7FFFFFFF, most = LOWEST_ORDER;
+  UNROLLED
   for (int i = THREAD; i < vocab; i += THREADS) {
     float x = (float)row->values[i];
-    if (bucket < 0 || bucket_of(exponent_of(row, x), power) == bucket) {
+    if (bucket < 0 || bucket_of(row, x) == bucket) {
       const int order = order_of(x);
       least = order < least ? order : least;
       most = order > most ? order : most;
@@ -319,26 +322,31 @@ INLINE struct Place find(struct Row* row, int what, u64 target, const u32* low, 
   u64 before;
   u32 lowest, highest;
   const int bucket = locate(low, high, BUCKETS - 1, target, &before);
-  look_at(row, bucket, vocab, power, &lowest, &highest);
+  look_at(row, bucket, vocab, &lowest, &highest);
   struct Place place = narrowed(row, what, target, before, lowest, highest, part_low, part_high, vocab, power);
   place.bucket = bucket;
   return place;
 }
 
-// Sum over the falling order up to and with a place, whose bucket was the last one looked at. `low`, `high`: the sums of the first cut.
-INLINE u64 sum_to(const struct Row* row, int what, const struct Place* place, const u32* low, const u32* high, int vocab, int power) {
+// The first cut of the order down to a place (LOWEST_ORDER: of all): its sums, and what they are up to and with the place.
+INLINE u64 first_cut(const struct Row* row, int what, const struct Place* border, u32* low, u32* high, int vocab, int power) {
+  SYNC();
+  for (int i = THREAD; i < BUCKETS; i += THREADS) low[i] = high[i] = 0;
+  SYNC();
   u64 sum = 0;
-  if (row->listed < 0) {
-    for (int i = THREAD; i < vocab; i += THREADS) {
-      float x = (float)row->values[i];
-      if (order_of(x) > place->order) sum += measured(row, what, x, power);
+  struct Pending pending = {0, 0};
+  for (int i = THREAD; i < vocab; i += THREADS) {
+    const float x = (float)row->values[i];
+    const int order = order_of(x), bucket = bucket_of(row, x);
+    if (order >= border->order && bucket < BUCKETS - 1) {
+      const u64 m = measured(row, what, x, power);
+      collect(&pending, low, high, bucket, m);
+      sum += order > border->order ? m : 0;
     }
-  } else {
-    for (int i = THREAD; i < place->bucket; i += THREADS) sum += low[i] + ((u64)high[i] << 32);
-    for (int i = THREAD; i < row->listed; i += THREADS)
-      if (row->orders[i] > place->order) sum += measured(row, what, of_order(row->orders[i]), power);
   }
-  return block_total(sum) + (place->nth + 1) * measured(row, what, of_order(place->order), power);
+  flush(&pending, low, high);
+  sum = block_total(sum);
+  return border->order == LOWEST_ORDER ? sum : sum + (border->nth + 1) * measured(row, what, of_order(border->order), power);
 }
 
 // The id of a place, whose bucket was the last one looked at.
@@ -374,7 +382,7 @@ RANKED = """
 // A row that draws under top_k, top_p and min_p, by one block. The falling order is that of sampler.ranked; nothing is sorted.
 DEVICE int draw_ranked(VALUE* x, int64_t* which, int64_t* slots, int* table, int64_t* positions,
                        float* largest, int* tokens, int nth, int vocab, int power) {
-  SHARED u32 counts[BUCKETS], no_carry[BUCKETS], low[BUCKETS], high[BUCKETS], part_low[BUCKETS], part_high[BUCKETS];
+  SHARED u32 low[BUCKETS], high[BUCKETS], part_low[BUCKETS], part_high[BUCKETS];
   SHARED int listed_orders[LISTED], listed_ids[LISTED];
   const i64 index = which[nth];
   if (index < 0) return 0;
@@ -386,61 +394,27 @@ DEVICE int draw_ranked(VALUE* x, int64_t* which, int64_t* slots, int* table, int
   row.top = largest[index];
   row.temperature = FLOAT_OF(packed[TEMPERATURE]);
   row.least = FLOAT_OF(packed[MIN_P]) * FLOAT_OF((power + 127) << 23);
+  row.cut = cut_of(row.temperature, power);
   row.orders = listed_orders;
   row.ids = listed_ids;
   row.listed = -1;
   if (!is_finite(row.top) || top_k <= 1 || !(top_p > 0)) return 0;  // the token stays the most likely one
-  for (int i = THREAD; i < BUCKETS; i += THREADS) counts[i] = no_carry[i] = low[i] = high[i] = 0;
-  SYNC();
-  u64 kept = 0, live = 0;
-  struct Pending ids = {0, 0}, pending = {0, 0};
-  for (int i = THREAD; i < vocab; i += THREADS) {
-    float y = exponent_of(&row, (float)row.values[i]);
-    int bucket = bucket_of(y, power);
-    if (bucket < BUCKETS - 1) {
-      u64 w = (u64)weight_of(y, power);
-      collect(&ids, counts, no_carry, bucket, 1);
-      collect(&pending, low, high, bucket, w);
-      ++live;
-      kept += w;
-    }
-  }
-  flush(&ids, counts, no_carry);
-  flush(&pending, low, high);
-  live = block_total(live);
-  kept = block_total(kept);
   struct Place border;  // of the last id that may be drawn
-  int bordered = 0;
-  if ((u64)top_k < live) {
-    border = find(&row, COUNTS, (u64)top_k - 1, counts, no_carry, part_low, part_high, vocab, power);
-    kept = sum_to(&row, WEIGHTS, &border, low, high, vocab, power);
-    bordered = 1;
+  border.order = LOWEST_ORDER;
+  if (top_k < vocab) {
+    u64 live = first_cut(&row, COUNTS, &border, low, high, vocab, power);
+    if ((u64)top_k < live) border = find(&row, COUNTS, (u64)top_k - 1, low, high, part_low, part_high, vocab, power);
   }
+  int what = top_p < 1.f || !(row.least > 0) ? WEIGHTS : LIKELY;
+  u64 kept = first_cut(&row, what, &border, low, high, vocab, power);
   if (top_p < 1.f) {  // an id stays if what comes before it adds up to less than this share
     u64 target = (u64)ceil((double)top_p * (double)kept) - 1;
     border = find(&row, WEIGHTS, target, low, high, part_low, part_high, vocab, power);
     kept = border.before + (border.nth + 1) * border.weight;
-    bordered = 1;
-  }
-  int what = WEIGHTS;
-  if (row.least > 0) {
-    what = LIKELY;
-    SYNC();
-    for (int i = THREAD; i < BUCKETS; i += THREADS) low[i] = high[i] = 0;
-    SYNC();
-    u64 all = 0;
-    pending.piece = 0;
-    pending.sum = 0;
-    for (int i = THREAD; i < vocab; i += THREADS) {
-      float y = exponent_of(&row, (float)row.values[i]), w = weight_of(y, power);
-      if (w >= row.least && w > 0) {
-        collect(&pending, low, high, bucket_of(y, power), (u64)w);
-        all += (u64)w;
-      }
+    if (row.least > 0) {
+      what = LIKELY;
+      kept = first_cut(&row, what, &border, low, high, vocab, power);
     }
-    flush(&pending, low, high);
-    all = block_total(all);
-    kept = bordered ? sum_to(&row, LIKELY, &border, low, high, vocab, power) : all;
   }
   struct Place drawn =
       find(&row, what, target_of(packed, positions[index], kept), low, high, part_low, part_high, vocab, power);
@@ -461,9 +435,9 @@ DEVICE int logprob_row(float* x, int64_t* tokens, float* largest, int64_t* total
   struct Row row;
   row.values = x + (i64)nth * vocab;
   row.temperature = 1;
-  row.least = row.top = 0;
+  row.least = row.top = row.cut = 0;
   row.orders = row.ids = listed;  // never: all ids are looked at
-  look_at(&row, -1, vocab, power, &lowest, &highest);
+  look_at(&row, -1, vocab, &lowest, &highest);
   row.top = of_order((int)highest);
   const int finite = is_finite(row.top);
   const float chosen = row.values[tokens[nth]];

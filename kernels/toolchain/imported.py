@@ -1,8 +1,9 @@
 """Functions in C that a kernel calls where tile operators do not reach, written once for a GPU and for the CPU target.
 
 A text uses ``DEVICE`` for a function that the kernel calls (it returns ``int`` and has no ``const`` parameters) and ``INLINE`` for one of
-its own, ``THREAD`` and ``THREADS`` for loops over the threads of a block, ``SYNC()`` between them, ``SHARED`` for memory of a block,
-``block_total``, and CUDA's atomic functions of 32- and 64-bit integers. On the CPU target a block has one thread.
+its own, ``THREAD`` and ``THREADS`` for loops over the threads of a block, ``SYNC()`` between them, ``UNROLLED`` before one whose reads
+should overlap, ``SHARED`` for memory of a block, ``block_total``, and CUDA's atomic functions of 32- and 64-bit integers. On the CPU
+target a block has one thread.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _GPU = """
 #define THREAD ((int)threadIdx.x)
 #define THREADS ((int)blockDim.x)
 #define SYNC() __syncthreads()
+#define UNROLLED _Pragma("unroll 4")
 #define BITS_OF(x) __float_as_int(x)
 #define FLOAT_OF(x) __int_as_float(x)
 typedef unsigned int u32;
@@ -54,6 +56,7 @@ _CPU = """
 #define THREAD 0
 #define THREADS 1
 #define SYNC()
+#define UNROLLED
 #define __threadfence()
 typedef uint32_t u32;
 typedef uint64_t u64;
