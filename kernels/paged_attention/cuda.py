@@ -233,7 +233,8 @@ def decode_attention(
     @T.macro
     def fetch_all(q, k, v, table, q_s, k_s, v_s, unit, table_row, tile, stage):
         row = unit // kv_heads
-        T.async_copy(q[row, unit % kv_heads * group : unit % kv_heads * group + group, :], q_s[stage, 0:group, :])
+        # 16 bytes a thread: what TileLang would choose, an equal share for every thread, may be less than a copy can be
+        T.async_copy(q[row, unit % kv_heads * group : unit % kv_heads * group + group, :], q_s[stage, 0:group, :], coalesced_width=8)
         fetch(k, k_s, table, table_row, tile, unit % kv_heads, stage)
         fetch(v, v_s, table, table_row, tile, unit % kv_heads, stage)
 
