@@ -1,0 +1,304 @@
+"""Paged attention of a GPU under test: cases with garbage wherever nothing may look, every way to run a row, the exact answer.
+
+Where there is no GPU stand-ins in torch take the kernels' places: they get what the kernels get and work on a row after another. What
+they show is that units, grids, tables and the choice among kernels are right, and that the tests can fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from deepinfer.kernels.paged_attention import cuda as op
+from deepinfer.kernels.paged_attention.cuda import SEGMENT, PagedAttention, Scratch, Units, attention_programs, one_row_units, step_units
+from deepinfer.kernels.toolchain import Program
+from deepinfer.kernels.toolchain.shapes import run_dtype
+from kernel_kit import device_of, kept_as
+
+LOWEST = -1e30
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer. ``window``: positions a row sees, 0 = all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_tokens: int
+    window: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}x{self.head_dim}by{self.kv_heads}-pages{self.page_tokens}-window{self.window or 'none'}"
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences in pages. ``q`` holds the queries of all of their tokens, one sequence after another from ``starts`` on."""
+
+    kind: Kind
+    attention: PagedAttention
+    scratch: Scratch
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+
+    # Ways to run rows of a sequence
+
+    def pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """One step of rows ``first … end - 1`` of sequences, in units as a forward makes them; the answers of each piece."""
+        rows = [torch.arange(first, end, device=self.q.device) for _, first, end in pieces]
+        of = torch.tensor([sequence for sequence, _, _ in pieces], device=self.q.device)
+        q = torch.cat([self.q[self.starts[s] + first : self.starts[s] + end] for s, first, end in pieces])
+        borders = [0]
+        for _, first, end in pieces:
+            borders.append(borders[-1] + end - first)
+        units = step_units(self.table[of], torch.cat(rows), borders, self.attention.tokens)
+        out = self.run(q, units)
+        return [out[a:b] for a, b in pairwise(borders)]
+
+    def singles(self, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """A decode step of rows (sequence, position), which may be of one sequence."""
+        sequence, position = (torch.tensor(part, device=self.q.device) for part in zip(*rows, strict=True))
+        starts = torch.tensor(self.starts, device=self.q.device)
+        return self.run(self.q[starts[sequence] + position], one_row_units(self.table, position, sequence))
+
+    def run(self, q: torch.Tensor, units: Units) -> torch.Tensor:
+        """What the operator writes for ``q``; NaN where it writes nothing."""
+        out = torch.full_like(q, torch.nan)
+        self.attention(q.contiguous(), self.k, self.v, units, out)
+        return out
+
+    def whole(self, sequence: int, first: int) -> torch.Tensor:
+        """Rows of a sequence from ``first`` on as one piece: what every other way is compared with."""
+        return self.pieces([(sequence, first, self.lengths[sequence])])[0]
+
+    # The same sequences elsewhere
+
+    def moved(self, seed: int, garbage: float) -> Case:
+        """With the sequences on other pages and ``garbage`` wherever none of their tokens is."""
+        generator = torch.Generator().manual_seed(seed)
+        pages, page_tokens = self.k.shape[:2]
+        to = torch.cat((torch.zeros(1, dtype=torch.long), 1 + torch.randperm(pages - 1, generator=generator)))
+        k, v = (torch.full_like(x, garbage) for x in (self.k, self.v))
+        table = torch.zeros_like(self.table)
+        for sequence, length in enumerate(self.lengths):
+            for column in range(-(-length // page_tokens)):
+                old, used = int(self.table[sequence, column]), min(page_tokens, length - column * page_tokens)
+                new = int(to[old])
+                table[sequence, column] = new
+                k[new, :used], v[new, :used] = self.k[old, :used], self.v[old, :used]
+        return replace(self, k=k, v=v, table=table)
+
+    # The exact answer
+
+    def exact(self, sequence: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The answer for rows from ``first`` on in float64, and how far one of the run dtype may be from it: ``[rows, heads, d]``.
+
+        Weights are rounded before they multiply values and are added up, answers once more; float32 sums and exponents add little.
+        """
+        kind, length = self.kind, self.lengths[sequence]
+        pages = self.table[sequence, : -(-length // kind.page_tokens)].long()
+        k, v = (x[pages].flatten(0, 1)[:length].double().repeat_interleave(kind.group, 1) for x in (self.k, self.v))
+        q = self.q[self.starts[sequence] + first : self.starts[sequence] + length].double()
+        score = torch.einsum("rhd,khd->rhk", q, k) * kind.head_dim**-0.5
+        key, row = (torch.arange(n, length, device=q.device) for n in (0, first))
+        seen = key <= row[:, None]
+        if kind.window:
+            seen &= key > row[:, None] - kind.window
+        weight = score.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+        smallest = {torch.float16: 2.0**-25, torch.bfloat16: 0.0, torch.float32: 0.0}[q_dtype := self.q.dtype]
+        rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 * 0.51, torch.float32: 2.0**-23}[q_dtype]
+        size = torch.einsum("rhk,khd->rhd", weight, v.abs())
+        below = torch.einsum("rk,khd->rhd", seen.double(), v.abs()) * smallest  # fp16 weights may have fewer digits
+        return torch.einsum("rhk,khd->rhd", weight, v), (3 * rounding + 3e-5) * size + below
+
+
+def make_case(place: str, kind: Kind, lengths: Sequence[int], dtype: torch.dtype = torch.bfloat16, garbage: float = torch.nan) -> Case:
+    """Sequences of random tokens on scattered pages. The null page, entries behind a sequence's end and free pages hold ``garbage``."""
+    device, kept = device_of(place), kept_as("c" if place == "stand-in" else place, dtype)
+    generator = torch.Generator().manual_seed(11)
+    width = max(-(-n // kind.page_tokens) for n in lengths) + 1
+    used = [-(-n // kind.page_tokens) for n in lengths]
+    order = iter((1 + torch.randperm(sum(used) + 2, generator=generator)).tolist())
+    shape = (sum(used) + 3, kind.page_tokens, kind.kv_heads, kind.head_dim)
+    k, v = torch.full(shape, garbage), torch.full(shape, garbage)
+    table = torch.zeros((len(lengths), width), dtype=torch.int32)
+    for sequence, length in enumerate(lengths):
+        for column in range(used[sequence]):
+            page = next(order)
+            table[sequence, column] = page
+            here = min(kind.page_tokens, length - column * kind.page_tokens)
+            k[page, :here] = torch.randn(here, *shape[2:], generator=generator)
+            v[page, :here] = torch.randn(here, *shape[2:], generator=generator)
+    q = 2 * torch.randn(sum(lengths), kind.heads, kind.head_dim, generator=generator)
+    # what bfloat16 would keep, in every place
+    q, k, v = (x.to(dtype).to(device=device, dtype=kept) for x in (q, k, v))
+    scratch = Scratch(kind.heads, kind.head_dim, device)
+    sizes = (kind.heads, kind.kv_heads, kind.head_dim, kind.page_tokens, kind.window or None)
+    attention = PagedAttention(*sizes, dtype, device, scratch)
+    starts = tuple(sum(lengths[:i]) for i in range(len(lengths)))
+    return Case(kind, attention, scratch, tuple(lengths), starts, q, k, v, table.to(device))
+
+
+def programs_of(kind: Kind, dtype: torch.dtype = torch.bfloat16) -> list[Program]:
+    """Kernels of a kind of layer."""
+    return attention_programs(kind.heads, kind.kv_heads, kind.head_dim, kind.page_tokens, kind.window, run_dtype(dtype))
+
+
+@contextmanager
+def shared_out_up_to(case: Case, rows: int) -> Iterator[None]:
+    """Segments are shared out among blocks in decode steps of up to ``rows`` rows, instead of as many as is fastest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "SPLIT_ROWS", rows)
+        case.scratch.reserve(case.table.shape[1] * case.kind.page_tokens)
+        yield
+    case.scratch.reserve(SEGMENT)
+
+
+CUTS = (1, 2, 7, 64, 300)
+
+
+def differing_ways(case: Case, sequence: int, first: int, cuts: Sequence[int] = CUTS) -> list[str]:
+    """Every way in which some row of a sequence, from ``first`` on, has other bits than among all of them in one piece."""
+    want, length = case.whole(sequence, first), case.lengths[sequence]
+    rows = [(sequence, position) for position in range(first, length)]
+    found: dict[str, torch.Tensor] = {}
+
+    def cut(size: int) -> torch.Tensor:
+        return torch.cat([case.pieces([(sequence, a, min(a + size, length))])[0] for a in range(first, length, size)])
+
+    for size in cuts:
+        found[f"cuts of {size}"] = cut(size)
+    with shared_out_up_to(case, 0):
+        found["rows by themselves, each in a step"] = torch.cat([case.singles([row]) for row in rows[-70:]])
+        found["rows by themselves, together"] = case.singles(rows)
+        found["backwards"] = case.singles(rows[::-1]).flip(0)
+        blocks = case.attention._blocks
+        for few in (1, 3, 7):
+            case.attention._blocks = few
+            found[f"{few} blocks for all rows"] = case.singles(rows)
+        case.attention._blocks = blocks
+    for size in (1, 7, op.SPLIT_ROWS):
+        found[f"segments shared out, {size} rows"] = torch.cat([case.singles(rows[i : i + size]) for i in range(0, len(rows), size)])
+    with shared_out_up_to(case, 64):
+        found["segments shared out, 64 rows"] = torch.cat([case.singles(rows[i : i + 64]) for i in range(0, len(rows), 64)])
+    mates = [(s, max(0, n - 9 - s), n) for s, n in enumerate(case.lengths) if s != sequence]
+    middle = (sequence, first, length)
+    found["among mates"] = case.pieces([*mates[::2], middle, *mates[1::2]])[len(mates[::2])]
+    halves = case.pieces([(sequence, first, (first + length) // 2), *mates, (sequence, (first + length) // 2, length)])
+    found["halves of it in one step"] = torch.cat((halves[0], halves[-1]))
+    tails = [(s, n - 1) for s, n in enumerate(case.lengths)] * (1 + 20 // len(case.lengths))
+    found["last row among other sequences'"] = case.singles([*tails, rows[-1]])[-1:]
+    return [way for way, got in found.items() if not torch.equal(got, want[len(want) - len(got) :])]
+
+
+# Stand-ins for the kernels
+
+
+def stand_in(patch: pytest.MonkeyPatch, total: Callable[..., torch.Tensor] | None = None) -> None:
+    """Operators made from now on run on torch. ``total``: adds up segments that were shared out, in place of ``in_order``."""
+    kernels = [_Wide(in_order), _Single(in_order), _Split(in_order), _Add(total or in_order)]
+    patch.setattr(op, "require", lambda programs, device, after: [k.of(p) for k, p in zip(kernels, programs, strict=True)])
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+
+
+def in_order(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Sum of partial results (maximum, sum, values), one after another."""
+    top, total, value = torch.full_like(parts[0][0], LOWEST), torch.zeros_like(parts[0][1]), torch.zeros_like(parts[0][2])
+    for part_top, part_sum, part_value in parts:
+        newer = torch.maximum(top, part_top)
+        keep, take = torch.exp2(top - newer), torch.exp2(part_top - newer)
+        top, total = newer, total * keep + part_sum * take
+        value = value * keep[:, None] + part_value * take[:, None]
+    return value / total[:, None] + 0.0
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    total: Callable[..., torch.Tensor]
+    heads: int = 0
+    window: int = 0
+    # two blocks fit a multiprocessor
+    stored: ClassVar = SimpleNamespace(resources=SimpleNamespace(registers=256), threads=128, shared=0)
+
+    def of(self, program: object) -> _Kernel:
+        """Of one program."""
+        constants = dict(program.constants)  # type: ignore[attr-defined]
+        return replace(self, heads=constants["heads"], window=constants["window"])
+
+    def first_segment(self, last: int) -> int:
+        """Of those that a row at ``last`` sees."""
+        return max(last - (self.window - 1), 0) // SEGMENT if self.window else 0
+
+    def parts(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, last: int, scale: float
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(maximum ``[heads]``, sum ``[heads]``, values ``[heads, d]``) of every segment that a row at position ``last`` sees."""
+        page_tokens, kv_heads, head_dim = k.shape[1:]
+        found = []
+        for segment in range(self.first_segment(last), last // SEGMENT + 1):
+            at = segment * SEGMENT + torch.arange(SEGMENT)
+            entry = pages[(at // page_tokens).clamp(max=len(pages) - 1)].long() * page_tokens + at % page_tokens
+            keys, values = (x.flatten(0, 1)[entry] for x in (k, v))
+            seen = (at <= last) & (at > last - self.window) if self.window else at <= last
+            score = torch.einsum("hgd,khd->hgk", q.view(kv_heads, -1, head_dim), keys) * scale
+            score = torch.where(seen, score, LOWEST)
+            top = score.amax(-1)
+            weight = torch.exp2(score - top[..., None])
+            value = torch.einsum("hgk,khd->hgd", weight, torch.where(at[:, None, None] <= last, values, 0.0))
+            found.append((top.flatten(), weight.sum(-1).flatten(), value.flatten(0, 1)))
+        return found
+
+
+class _Wide(_Kernel):
+    def launch(self, grid, q, k, v, table, position, first, count, row, out, scale, width, units) -> None:  # type: ignore[no-untyped-def]
+        assert grid == (units, k.shape[2]) and width == table.shape[1] and units == len(first) == len(count) == len(row)
+        for begin, number, of in zip(first.tolist(), count.tolist(), row.tolist(), strict=True):
+            assert number * (self.heads // k.shape[2]) <= op.WIDE
+            for r in range(begin, begin + number):
+                out[r] = in_order(self.parts(q[r], k, v, table[of], int(position[r]), scale))
+
+
+class _Single(_Kernel):
+    def launch(self, grid, q, k, v, table, position, row, out, scale, blocks, rows, width) -> None:  # type: ignore[no-untyped-def]
+        assert grid == (blocks,) and 0 < blocks <= rows * k.shape[2] and width == table.shape[1] and rows == len(row) <= len(position)
+        for r in range(rows):
+            out[r] = in_order(self.parts(q[r], k, v, table[int(row[r])], int(position[r]), scale))
+
+
+class _Split(_Kernel):
+    def launch(  # type: ignore[no-untyped-def]
+        self, grid, q, k, v, table, position, row, value, sums, scale, blocks, width, part_rows, segments
+    ) -> None:
+        assert grid == (blocks,) == (len(row) * k.shape[2] * op.SPLITS,) and width == table.shape[1] and len(row) <= part_rows
+        assert value.shape == (part_rows, self.heads, segments, q.shape[2]) and sums.shape == (2, part_rows, self.heads, segments)
+        for r, of in enumerate(row.tolist()):
+            last = int(position[r])
+            for n, part in enumerate(self.parts(q[r], k, v, table[of], last, scale)):
+                sums[0, r, :, self.first_segment(last) + n], sums[1, r, :, self.first_segment(last) + n] = part[:2]
+                value[r, :, self.first_segment(last) + n] = part[2]
+
+
+class _Add(_Kernel):
+    def launch(self, grid, value, sums, position, out, part_rows, segments, rows) -> None:  # type: ignore[no-untyped-def]
+        assert grid == (rows, self.heads) and rows == len(position) <= part_rows
+        for r in range(grid[0]):
+            last = int(position[r])
+            of = range(self.first_segment(last), last // SEGMENT + 1)
+            out[r] = self.total([(sums[0, r, :, n], sums[1, r, :, n], value[r, :, n]) for n in of])

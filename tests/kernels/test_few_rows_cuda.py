@@ -1,0 +1,314 @@
+"""Projections of few rows on a GPU: the library's bits at every number of rows, and the comparison that says where a form may be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepinfer.kernels.linear import cuda as op
+from deepinfer.kernels.linear.cuda import (
+    Choice,
+    FewRows,
+    Projection,
+    agreeing_rows,
+    choose,
+    few_rows_program,
+    few_rows_programs,
+    linears_of,
+    programs_for,
+)
+from deepinfer.kernels.toolchain import Program, default_store
+from deepinfer.kernels.toolchain.shapes import NAMED, SMOLLM2_135M
+from invariance_kit import depends_on_batch
+from kernel_kit import check_machine_code, read_before_waiting, replayed
+
+WHOLE = 4096
+"""Rows that a row is compared among."""
+
+WEIGHTS = sorted({pair for shape in NAMED.values() for pair in linears_of(shape)})
+RUN = [pair for pair in WEIGHTS if choose(*pair, 1) is not None]
+"""(in, out) of every named model's projections that have a kernel for few rows."""
+
+OTHERS = [(64, 64), (80, 192), (256, 1024), (896, 1152), (1536, 4864), (3584, 3584), (5120, 5120)]
+"""Sizes of no named model: a few channels, an odd chunk, other models' widths."""
+
+
+def limit_of(in_features: int, out_features: int) -> int:
+    """Up to how many rows some kernel is chosen."""
+    return max((rows for rows in range(1, 513) if choose(in_features, out_features, rows) is not None), default=0)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, device: str = "cuda") -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """All kernels of this file, built side by side."""
+    programs = [p for pair in [*RUN, *OTHERS] for p in few_rows_programs(*pair, "bfloat16")]
+    default_store().get_all([*programs, *[p for pair in RUN[:3] for p in few_rows_programs(*pair, "float16")]])
+
+
+# Bits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("in_features", "out_features"), [*RUN, *OTHERS], ids=str)
+def test_every_number_of_rows_has_the_bits_of_the_library(in_features: int, out_features: int, built: None) -> None:
+    """Kernel and library alike, from one row to the most that a kernel is chosen for, against the same rows among 4,096."""
+    weight = random(out_features, in_features, seed=1) * 0.05
+    x = random(WHOLE, in_features)
+    whole = F.linear(x, weight)
+    few = FewRows(in_features, out_features, torch.bfloat16, x.device)
+    assert few.limit == limit_of(in_features, out_features) > 0
+    wrong: dict[str, list[int]] = {"kernel": [], "kernel, other rows": [], "library": []}
+    for rows in range(1, few.limit + 1):
+        out = torch.full((rows, out_features), torch.nan, dtype=x.dtype, device=x.device)
+        few(x[:rows], weight, out)
+        if not torch.equal(out, whole[:rows]):
+            wrong["kernel"].append(rows)
+        few(x[WHOLE - rows :], weight, out)
+        if not torch.equal(out, whole[WHOLE - rows :]):
+            wrong["kernel, other rows"].append(rows)
+        if not torch.equal(F.linear(x[:rows].contiguous(), weight), whole[:rows]):
+            wrong["library"].append(rows)
+    assert wrong == {"kernel": [], "kernel, other rows": [], "library": []}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("in_features", "out_features"), RUN[:3], ids=str)
+def test_float16_has_the_bits_of_the_library(in_features: int, out_features: int, built: None) -> None:
+    weight, x = random(out_features, in_features, dtype=torch.float16, seed=1) * 0.05, random(WHOLE, in_features, dtype=torch.float16)
+    whole = F.linear(x, weight)
+    few = FewRows(in_features, out_features, torch.float16, x.device)
+    for rows in range(1, few.limit + 1):
+        out = torch.full((rows, out_features), torch.nan, dtype=x.dtype, device=x.device)
+        few(x[:rows], weight, out)
+        assert torch.equal(out, whole[:rows]), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("in_features", "out_features"), RUN, ids=str)
+def test_values(in_features: int, out_features: int, built: None) -> None:
+    """Against float64: one rounding of the answer, and float32 sums over all channels."""
+    weight, x = random(out_features, in_features, seed=1) * 0.05, random(8, in_features)
+    out = torch.empty(8, out_features, dtype=x.dtype, device=x.device)
+    FewRows(in_features, out_features, torch.bfloat16, x.device)(x, weight, out)
+    for at in range(0, out_features, 16384):
+        part = weight[at : at + 16384].double()
+        want = x.double() @ part.T
+        room = 2.0**-8 * want.abs() + 1e-6 * (x.double().abs() @ part.abs().T)
+        assert bool(((out[:, at : at + 16384].double() - want).abs() <= room).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("in_features", "out_features"), RUN[:4], ids=str)
+def test_rows_do_not_depend_on_the_batch(in_features: int, out_features: int, built: None) -> None:
+    """Which rows, how many, at which place; and what lies behind them in memory."""
+    weight, x = random(out_features, in_features, seed=1), random(256, in_features)
+    projection = Projection(weight, None, FewRows(in_features, out_features, torch.bfloat16, x.device))
+    assert depends_on_batch(projection, x) == []
+    for rows in (1, 5, 8, 9, 17, 33):
+        want = projection(x[:rows].contiguous())
+        spoilt = x.clone()
+        spoilt[rows:] = torch.nan
+        assert torch.equal(projection(spoilt[:rows]), want), "rows behind"
+        mixed = x[:rows].clone()
+        mixed[rows // 2] = torch.nan
+        got = projection(mixed)
+        assert got[rows // 2].isnan().all() and torch.equal(got[: rows // 2], want[: rows // 2])
+        assert torch.equal(got[rows // 2 + 1 :], want[rows // 2 + 1 :]), "a mate of NaN"
+
+
+@pytest.mark.gpu
+def test_overlapping_and_captured_launches_give_the_bits_of_separate_ones(built: None) -> None:
+    """A chain of products, there and back, in which each reads what the one before wrote."""
+    wide, narrow = (576, 1536), (1536, 576)
+    there, back = random(wide[1], wide[0], seed=1) * 0.04, random(narrow[1], narrow[0], seed=2) * 0.03
+    first, second = FewRows(*wide, torch.bfloat16, there.device), FewRows(*narrow, torch.bfloat16, there.device)
+    for rows in (1, 8, 24):
+        x, start = torch.empty(rows, 576, dtype=torch.bfloat16, device="cuda"), random(rows, 576)
+        y = torch.empty(rows, 1536, dtype=torch.bfloat16, device="cuda")
+
+        def chain(apart: bool = False, start: torch.Tensor = start, x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+            torch.mul(start, 1, out=x)
+            for _ in range(15):
+                first(x, there, y)
+                if apart:
+                    torch.cuda.synchronize()
+                second(y, back, x)
+                if apart:
+                    torch.cuda.synchronize()
+
+        chain(apart=True)
+        want = x.clone()
+        assert want.isfinite().all() and bool((want != 0).any())
+        chain()
+        assert torch.equal(x, want)
+        replay = replayed(chain)
+        x.zero_()
+        replay()
+        assert torch.equal(x, want)
+
+
+# Which form runs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", NAMED, ids=str)
+def test_the_comparison_finds_nothing_to_switch_off(shape: str) -> None:
+    """Of a layer of each named model: every number of rows agrees, and every kernel is used as far as it is chosen."""
+    counts = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, WHOLE]
+    for in_features, out_features in linears_of(NAMED[shape])[:4]:
+        few = FewRows(in_features, out_features, torch.bfloat16, torch.device("cuda"))
+        projection = Projection(random(out_features, in_features, seed=1) * 0.05, None, few)
+        assert agreeing_rows([projection], counts) == counts
+        assert projection.few_up_to == few.limit
+
+
+PLANT_PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A product whose rows know nothing of each other."""
+    out = torch.stack([(weight.double() * row.double()).sum(-1) for row in x]).to(x.dtype)
+    return out if bias is None else out + bias
+
+
+class Product:
+    """In a kernel's place: ``x @ weight.T``, one bit off from ``from_rows`` rows on."""
+
+    limit = 32
+
+    def __init__(self, from_rows: int = 1 << 30) -> None:
+        self.from_rows = from_rows
+        self.rows: list[int] = []
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        self.rows.append(len(x))
+        out.copy_(exact_linear(x, weight))
+        if len(x) >= self.from_rows:
+            out[-1, -1] = torch.nextafter(out[-1, -1].float(), torch.tensor(9e9, device=out.device)).to(out.dtype) * 1.01
+
+
+COUNTS = [1, 2, 4, 8, 16, 24, 32, 48, 64]
+
+
+def projection_of(place: str, few: Product | None = None, bias: bool = False) -> Projection:
+    weight = random(24, 40, seed=3, device=place)
+    return Projection(weight, random(24, device=place) if bias else None, few)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", PLANT_PLACES)
+def test_what_does_not_depend_on_the_batch_agrees_everywhere(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "linear", exact_linear)
+    projection = projection_of(place, Product())
+    assert agreeing_rows([projection, projection_of(place, bias=True)], COUNTS) == COUNTS
+    assert projection.few_up_to == 32
+
+
+@pytest.mark.parametrize("place", PLANT_PLACES)
+def test_a_library_that_depends_on_the_batch_is_found(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: two numbers of rows get another order of additions, one of them where a kernel of the right bits is chosen."""
+
+    def planted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = exact_linear(x, weight, bias)
+        if len(x) in (4, 24, 48):
+            half = weight.shape[1] // 2  # in two halves, each rounded
+            out[0] = exact_linear(x[:1, :half], weight[:, :half]) + exact_linear(x[:1, half:], weight[:, half:])
+        return out
+
+    monkeypatch.setattr(F, "linear", planted)
+    assert agreeing_rows([projection_of(place)], COUNTS) == [1, 2, 8, 16, 32, 64]
+    kept = projection_of(place, Product())
+    assert agreeing_rows([kept], COUNTS) == [1, 2, 4, 8, 16, 24, 32, 64] and kept.few_up_to == 32
+    assert agreeing_rows([kept, projection_of(place)], COUNTS[:4]) == [1, 2, 4, 8], "both have one shape, compared once"
+
+
+@pytest.mark.parametrize("place", PLANT_PLACES)
+@pytest.mark.parametrize(("wrong_from", "up_to"), [(1, 0), (3, 2), (9, 8), (17, 16), (33, 32)])
+def test_a_kernel_that_differs_is_switched_off(place: str, wrong_from: int, up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "linear", exact_linear)
+    few = Product(wrong_from)
+    projection = projection_of(place, few)
+    assert agreeing_rows([projection], COUNTS) == COUNTS and projection.few_up_to == up_to
+    few.rows.clear()
+    for rows in (1, 8, 9, 33):
+        projection(random(rows, 40, device=place))
+    assert few.rows == [rows for rows in (1, 8, 9, 33) if rows <= up_to]
+
+
+def test_the_most_rows_are_what_the_others_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: exact_linear(x, weight) * (1.5 if len(x) == 64 else 1))
+    assert agreeing_rows([projection_of("cpu")], [*COUNTS, 8, 64]) == [64]
+
+
+def test_a_bias_is_the_librarys() -> None:
+    few = Product()
+    projection = projection_of("cpu", few, bias=True)
+    x = random(3, 40, device="cpu")
+    assert projection.few is None and projection.few_up_to == 0
+    assert torch.equal(projection(x), F.linear(x, projection.weight, projection.bias)) and not few.rows
+    plain = projection_of("cpu", few)
+    assert plain(x).shape == (3, 24) and plain(random(33, 40, device="cpu")).shape == (33, 24) and few.rows == [3]
+
+
+# What is chosen
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [*WEIGHTS, *OTHERS], ids=str)
+def test_what_is_chosen_can_be_made_and_launched(in_features: int, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every number of rows: the kernel that `FewRows` launches is that of the choice, and its grid covers the answer once."""
+    launched: list[tuple[Program, tuple[int, ...]]] = []
+
+    class Noted:
+        def __init__(self, program: Program) -> None:
+            self.program = program
+
+        def launch(self, grid: tuple[int, ...], *args: object) -> None:
+            launched.append((self.program, grid))
+
+    monkeypatch.setattr(op, "require", lambda programs, device, after: [Noted(p) for p in programs])
+    few = FewRows(in_features, out_features, torch.bfloat16, torch.device("cpu"))
+    assert few.limit == limit_of(in_features, out_features)
+    for rows in range(1, few.limit + 1):
+        choice = choose(in_features, out_features, rows)
+        assert choice is not None, "a choice for some rows is one for fewer"
+        few(torch.empty(rows, 0), torch.empty(0), torch.empty(rows, out_features, device="meta"))
+        (program, grid), constants = launched.pop(), dict(few_rows_program(in_features, choice, "bfloat16").constants)
+        assert program == few_rows_program(in_features, choice, "bfloat16")
+        assert grid[0] * choice.tile == out_features and (grid[1] - 1) * choice.tokens < rows <= grid[1] * choice.tokens
+        assert in_features % constants["chunk"] == 0 and constants["stages"] - 1 <= in_features // constants["chunk"]
+
+
+def test_sizes_without_a_kernel_are_the_librarys() -> None:
+    for pair in ((576, 65), (577, 64), (14336, 4096), (8192, 2048)):
+        assert few_rows_programs(*pair, "bfloat16") == [] and choose(*pair, 1) is None
+    few = FewRows(577, 64, torch.bfloat16, torch.device("cpu"))
+    assert few.limit == 0
+    projection = Projection(torch.ones(64, 577), None, few)
+    assert projection.few_up_to == 0 and projection(torch.ones(2, 577)).eq(577).all()
+
+
+# Machine code
+
+
+@pytest.mark.parametrize(("in_features", "choice"), [(576, Choice(8, 16, 48 * 1024)), (1536, Choice(32, 32, 36 * 1024))], ids=str)
+def test_machine_code(in_features: int, choice: Choice, tmp_path: Path) -> None:
+    program = few_rows_program(in_features, choice, "bfloat16")
+    check_machine_code(program, tmp_path)
+    assert read_before_waiting(program) == {"weight"}
+
+
+@pytest.mark.nightly
+def test_machine_code_of_all(tmp_path: Path) -> None:
+    programs = {p for shape in NAMED.values() for p in programs_for(shape)}
+    programs |= {p for pair in OTHERS for p in few_rows_programs(*pair, "bfloat16")}
+    assert len(programs) > len(few_rows_programs(SMOLLM2_135M.hidden, 960, "bfloat16"))
+    for program in sorted(programs, key=lambda p: p.name):
+        check_machine_code(program, tmp_path)
+        assert read_before_waiting(program) == {"weight"}
