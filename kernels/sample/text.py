@@ -286,10 +286,10 @@ INLINE void look_at(struct Row* row, int bucket, int vocab, u32* lowest, u32* hi
   if (THREAD == 0) {
     range[0] = 0x7FFFFFFF;
     range[1] = LOWEST_ORDER;
-    count = bucket < 0 ? LISTED + 1 : 0;
+    count = 0;
   }
   SYNC();
-  int least = 0x7FFFFFFF, most = LOWEST_ORDER;
+  int least = 0x7FFFFFFF, most = LOWEST_ORDER, full = bucket < 0;
   UNROLLED
   for (int i = THREAD; i < vocab; i += THREADS) {
     float x = (float)row->values[i];
@@ -297,9 +297,10 @@ INLINE void look_at(struct Row* row, int bucket, int vocab, u32* lowest, u32* hi
       const int order = order_of(x);
       least = order < least ? order : least;
       most = order > most ? order : most;
-      if (*(volatile int*)&count <= LISTED) {
+      if (!full) {
         const int place = atomicAdd(&count, 1);
-        if (place < LISTED) {
+        full = place >= LISTED;
+        if (!full) {
           row->orders[place] = order;
           row->ids[place] = i;
         }
@@ -313,7 +314,7 @@ INLINE void look_at(struct Row* row, int bucket, int vocab, u32* lowest, u32* hi
   SYNC();
   *lowest = (u32)range[0];
   *highest = (u32)range[1];
-  row->listed = count <= LISTED ? count : -1;
+  row->listed = bucket >= 0 && count <= LISTED ? count : -1;
 }
 
 // Where the sum over the falling order passes `target`. `low`, `high`: the sums of the first cut.

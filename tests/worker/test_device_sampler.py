@@ -273,16 +273,16 @@ def test_replays_in_a_graph_with_other_positions(edits: bool) -> None:
     assert len(seen) == 8
 
 
-@pytest.mark.gpu
-def test_a_step_with_drafts_notes_the_same_with_kernels() -> None:
+@pytest.mark.parametrize("place", KERNEL_PLACES)
+def test_what_is_noted_of_tokens_is_the_same(place: str) -> None:
     vocab = 5003
     states = []
-    for by in (None, kernels("cuda", vocab)):
-        b = hard_batch("cuda", vocab, 41, edits=True)
+    for by in (None, kernels(place, vocab)):
+        b = hard_batch(place, vocab, 41, edits=True)
         sampler = Sampler(b.state, vocab, by, portable=True)
         for _ in range(4):
             sampler(b.logits.clone(), b.rows)
             b.rows.positions.add_(1)
-        assert b.state.counts is not None
+        assert b.state.counts is not None and b.state.recent.shape[1]
         states.append((b.state.counts, b.state.recent))
     assert torch.equal(states[0][0], states[1][0]) and torch.equal(states[0][1], states[1][1])
