@@ -23,7 +23,7 @@ def expected_files() -> set[str]:
     for folder, folders, names in os.walk(base / "deepinfer", followlinks=True):
         folders[:] = [f for f in folders if f != "__pycache__"]
         for name in names:
-            if name.endswith((".py", ".pyi", ".html", ".css", ".js", ".svg")) or name == "py.typed":
+            if name.endswith((".py", ".pyi", ".html", ".css", ".js", ".svg", ".json")) or name == "py.typed":
                 found.add((Path(folder) / name).relative_to(base).as_posix())
     return found
 

@@ -125,6 +125,13 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
         resources.recorded("sm_90a", table)
 
 
+@pytest.mark.nightly
+def test_every_kernel_is_recorded() -> None:
+    """And nothing else: what a kernel takes is part of the change that makes it."""
+    names = {entry.program.name for entry in registry.entries()}
+    assert set(resources.recorded("sm_90a")["kernels"]) == names, "run deepinfer kernels check --record"
+
+
 def test_an_operator_may_refuse_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     odd = dataclasses.replace(NAMED[ALWAYS], hidden=6)
     assert "rms_norm" in registry.refusals(odd)
