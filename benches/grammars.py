@@ -10,8 +10,8 @@ Gaps are between events of one stream as its reader sees them; halves are compar
 
 `masks`: the same streams once more, all held to a schema: what masks cost a step.
 
-Exit code 1 if an answer had another status than 200, 400, 400, 200, or if the streams' p99 beside a timed device was above 1.20 of the
-quiet one by the median of rounds.
+Exit code 1 if an answer had another status than 200, 400, 400, 200 (where other work keeps the processors busy, 503 instead of the second
+400), or if the streams' p99 beside a timed device was above 1.20 of the quiet one by the median of rounds.
 """
 
 from __future__ import annotations
@@ -240,7 +240,9 @@ async def measure(port: int, streams: int, rounds: int, seconds: float) -> dict[
     await held.stop()
     fills, took = (after[name] - before[name] for name in ("deepinfer:grammar_fills_total", "deepinfer:grammar_fill_seconds_total"))
     asked = next(numbers)
-    expected = dict.fromkeys(("schema 200", "malformed 400", "hostile 400", "expression 200"), asked)
+    expected = Counter(dict.fromkeys(("schema 200", "malformed 400", "hostile 400", "expression 200"), asked))
+    answered = Counter(statuses)
+    answered["hostile 400"] += answered.pop("hostile 503", 0)  # it got no processor for half of its time
     ratios = [percentiles(busy)["p99"] / percentiles(quiet)["p99"] for quiet, busy in halves]
     return {
         "quiet": percentiles([g for quiet, _ in halves for g in quiet]),
@@ -250,7 +252,7 @@ async def measure(port: int, streams: int, rounds: int, seconds: float) -> dict[
         "masks": percentiles(masked),
         "mask_us": 1e6 * took / max(1, fills),
         "statuses": dict(statuses),
-        "right": statuses == expected,
+        "right": answered == expected,
     }
 
 

@@ -131,6 +131,7 @@ def test_a_signal_ends_all_of_them() -> None:
         assert served.end() == 0
         asking.join(20)
         assert done == [200]  # it was let end
+        assert [line for line in served.lines if "503" in line] == [], "that the engine ends with the server is no news"
         assert all(gone(pid, 10) for pid in pids)
 
 

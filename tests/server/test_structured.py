@@ -52,6 +52,7 @@ def test_valid_malformed_hostile_valid_while_somebody_reads(limited: Served) -> 
     assert first.status_code == 200 and len(first.json()["choices"][0]["text"]) >= 6
     wrong = post(limited, **MALFORMED)
     assert wrong.status_code == 400 and '"missing" is not defined' in wrong.json()["error"]["message"]
+    assert wrong.json()["error"]["param"] is None, "it is not the prompt's fault"
     times: list[float] = []
     stop = threading.Event()
 

@@ -129,13 +129,19 @@ async def supervise(engine: dict[str, Any], settings: ServerSettings, bound: Bou
     ledger = tempfile.TemporaryFile(prefix="deepinfer-ledger-", buffering=0)  # noqa: SIM115
     fronts = [_Front(place, child, bound, ledger, env) for place in range(settings.front_processes)]
     keepers: list[asyncio.Task[None]] = []
+    closing = False
     try:
         loaded = asyncio.ensure_future(line.connect())
         if not await before(loaded, signals.first):
             note("stopped before the model was loaded")
             return 0
         model: wire.Ready = loaded.result()
-        line.listen(lambda _: None, lambda error: note(f"the engine has ended, every request is answered with status 503: {error}"))
+
+        def died(error: Exception) -> None:
+            if not closing:
+                note(f"the engine has ended, every request is answered with status 503: {error}")
+
+        line.listen(lambda _: None, died)
         for front in fronts:
             front.start(engine, settings)
         if not await before(_all_ready(fronts), signals.first):
@@ -154,6 +160,7 @@ async def supervise(engine: dict[str, Any], settings: ServerSettings, bound: Bou
             await asyncio.wait(keepers, timeout=15)
         return 0 if line.alive else 1
     finally:
+        closing = True
         for keeper in keepers:
             keeper.cancel()
         for front in fronts:

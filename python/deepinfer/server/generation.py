@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deepinfer.errors import GrammarBusyError, InvalidRequestError, StepFailedError
+from deepinfer.errors import GrammarBusyError, GrammarError, InvalidRequestError, StepFailedError
 from deepinfer.outputs import RequestOutput
 from deepinfer.sampling import SamplingParams
 from deepinfer.server.errors import BadRequestError, as_api_error
@@ -85,7 +85,8 @@ async def _prepare(call: Call, job: Job, stream: bool, several: bool) -> Prepare
     except InvalidRequestError as e:
         error = as_api_error(e)
         where = f"prompt {job.index}: " if several else ""
-        raise BadRequestError(where + error.message, param=job.at, code=error.code) from None
+        at = None if isinstance(e, GrammarError) else job.at  # the message says what of the form it is
+        raise BadRequestError(where + error.message, param=at, code=error.code) from None
 
 
 async def _run(call: Call, prepared: Sequence[Prepared]) -> AsyncGenerator[tuple[int, RequestOutput]]:

@@ -53,7 +53,7 @@ class Hosts:
                 shown = host if len(host) <= _SHOWN else host[:_SHOWN] + "…"
                 raise ApiError(
                     403,
-                    f"this server is not to be asked by the name {shown!r}; ask by localhost, or start it with --allowed-host and it",
+                    f"this server is not to be asked by the name {shown!r}; ask by localhost, or add the name with --allowed-host",
                     code="host_not_allowed",
                 )
 
