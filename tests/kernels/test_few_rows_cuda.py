@@ -22,6 +22,7 @@ from deepinfer.kernels.linear.cuda import (
 )
 from deepinfer.kernels.toolchain import Program, default_store
 from deepinfer.kernels.toolchain.shapes import NAMED, SMOLLM2_135M
+from deepinfer.platforms import get_platform
 from invariance_kit import depends_on_batch
 from kernel_kit import check_machine_code, read_before_waiting, replayed
 
@@ -48,7 +49,8 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, devi
 
 @pytest.fixture(scope="module")
 def built() -> None:
-    """All kernels of this file, built side by side."""
+    """All kernels of this file, built side by side; the library held to the order of additions that engines hold it to."""
+    get_platform("cuda").prepare(None)
     programs = [p for pair in [*RUN, *OTHERS] for p in few_rows_programs(*pair, "bfloat16")]
     default_store().get_all([*programs, *[p for pair in RUN[:3] for p in few_rows_programs(*pair, "float16")]])
 
@@ -160,7 +162,7 @@ def test_overlapping_and_captured_launches_give_the_bits_of_separate_ones(built:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", NAMED, ids=str)
-def test_the_comparison_finds_nothing_to_switch_off(shape: str) -> None:
+def test_the_comparison_finds_nothing_to_switch_off(shape: str, built: None) -> None:
     """Of a layer of each named model: every number of rows agrees, and every kernel is used as far as it is chosen."""
     counts = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, WHOLE]
     for in_features, out_features in linears_of(NAMED[shape])[:4]:
