@@ -8,6 +8,7 @@ operators' references, with graphs that are run again instead of being replayed.
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -276,6 +277,62 @@ def test_steps_that_mix_prefill_and_decode(place: str, kind: str) -> None:
         with engine_of(place, kind, max_num_batched_tokens=chunk, max_num_seqs=6) as engine:
             check_same(want, run(engine, prompts, drawn(6), turns=[0, 3, 5, 6, 9, 11]), chunk)
             assert engine.metrics().steps["mixed"] > 2
+
+
+# P17, and all at once
+
+
+def test_threads_of_a_cpu() -> None:
+    prompts = mates([50, 9, 130], 21)
+    want = alone("cpu", "qk_norm", prompts, drawn(3))
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 3):
+            with engine_of("cpu", "qk_norm", num_threads=threads) as engine:
+                check_same(want, run(engine, prompts, drawn(3)), threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+def schedule(seed: int) -> tuple[dict[str, Any], list[int]]:
+    """Settings of an engine, and the turns in which nine requests come."""
+    rng = random.Random(seed)
+    block = rng.choice((16, 16, 64))
+    settings: dict[str, Any] = {
+        "block_size": block,
+        "num_kv_blocks": rng.choice((14, 25, 600)) if block == 16 else rng.choice((6, 200)),
+        "max_model_len": 192,
+        "max_num_batched_tokens": rng.choice((9, 33, 64, 500)),
+        "max_num_seqs": rng.choice((2, 5, 9)),
+        "enable_prefix_caching": rng.random() < 0.6,
+        "zero_overhead": rng.random() < 0.6,
+        "cuda_graphs": rng.choice(("auto", "auto", "off")),
+        "swap_space_gib": rng.choice((0, 0.05)),
+    }
+    if rng.random() < 0.4:
+        settings |= {"speculative": "ngram", "num_draft_tokens": rng.choice((1, 4)), "ngram_min": 1}
+    return settings, [rng.randrange(25) for _ in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("place", "seed"),
+    [
+        *[pytest.param("cpu", seed, marks=[pytest.mark.nightly] if seed > 3 else []) for seed in range(24)],
+        *[pytest.param("cuda", seed, marks=pytest.mark.gpu) for seed in range(24)],
+    ],
+)
+def test_schedules_at_random(place: str, seed: int) -> None:
+    """Everything above at once: pools too small for all, chunks, hits, drafts, graphs, overlap, arrivals at any time."""
+    kind = list(KINDS)[seed % len(KINDS)]
+    (shared,) = mates([70], 30)
+    tails = zip((70, 64, 33, 70, 16), mates([5, 1, 20, 40, 9], 32), strict=True)
+    prompts = [*mates([3, 40, 90, 17], 31), *[shared[:n] + tail for n, tail in tails]]
+    params = [p.clone(max_tokens=14) for p in drawn(9)]
+    want = alone(place, kind, prompts, params)
+    settings, turns = schedule(seed)
+    with engine_of(place, kind, **settings) as engine:
+        check_same(want, run(engine, prompts, params, turns), settings)
+        assert engine._core.check() is None
 
 
 # The tests themselves
