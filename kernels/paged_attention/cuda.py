@@ -1,7 +1,7 @@
 """Paged attention on a GPU: the same arithmetic for decoding rows, drafts and prompts.
 
 A *unit* is some consecutive rows of one sequence with the query heads of one KV head, up to 64 rows of a matrix product. A block walks the
-unit's 64-key tiles; every ``SEGMENT`` keys, counted from position 0, it closes a partial result (maximum, sum, weighted values) and adds
+unit's tiles; every ``SEGMENT`` keys, counted from position 0, it closes a partial result (maximum, sum, weighted values) and adds
 it to the total, in the order of the segments. With few units the segments of one unit go to several blocks, which leave their partial
 results in memory, and a second kernel adds them up in the same order with the same operations: so the bits of a row depend neither on how
 its segments were spread nor on which rows stand beside it. Keys a row does not see have weight exactly zero.
@@ -26,8 +26,11 @@ from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_prev
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
 
-KEYS = 64
-"""Keys of a tile."""
+
+def tile_keys(head_dim: int) -> int:
+    """Keys of a tile, by whose maximum weights are made. Part of what the bits mean."""
+    return 128 if head_dim <= 64 else 64
+
 
 WIDE = 64
 """Rows of a block: tokens times query heads of a KV head."""
@@ -51,18 +54,22 @@ def unit_tokens(heads: int, kv_heads: int) -> int:
     return WIDE // (heads // kv_heads)
 
 
-def _fetch(d: Dialect, page_tokens: int) -> Any:
-    """``fetch(source, target, table, row, tile, head, stage)``: begins the copy of a tile of keys or values, one group a page."""
+def _fetch(d: Dialect, keys: int, page_tokens: int) -> Any:
+    """``fetch(source, target, table, row, tile, last, head, stage)``: begins the copy of a tile of keys or values, one group a page; of
+    pages behind the one of key ``last`` nothing is read."""
     T = d.T
-    copies = max(1, KEYS // page_tokens)
-    chunk = min(KEYS, page_tokens)
+    copies = max(1, keys // page_tokens)
+    chunk = min(keys, page_tokens)
 
     @T.macro
-    def fetch(source, target, table, row, tile, head, stage):
+    def fetch(source, target, table, row, tile, last, head, stage):
         for n in T.unroll(copies):
-            column = T.min((tile * KEYS + n * chunk) // page_tokens, table.shape[1] - 1)
-            start = tile * KEYS % page_tokens if copies == 1 else 0
-            T.async_copy(source[table[row, column], start : start + chunk, head, :], target[stage, n * chunk : (n + 1) * chunk, :])
+            if tile * keys + n * chunk <= last:
+                start = tile * keys % page_tokens if copies == 1 else 0
+                page = table[row, (tile * keys + n * chunk) // page_tokens]
+                T.async_copy(source[page, start : start + chunk, head, :], target[stage, n * chunk : (n + 1) * chunk, :])
+            else:
+                T.ptx_commit_group()
 
     return fetch
 
@@ -76,10 +83,11 @@ def paged_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_t
     T = d.T
     group = heads // kv_heads
     tokens = WIDE // group
-    per_segment = SEGMENT // KEYS
-    copies = max(1, KEYS // page_tokens)
+    keys = tile_keys(head_dim)
+    per_segment = SEGMENT // keys
+    copies = max(1, keys // page_tokens)
     total_rows, pages, tables, width, units = (T.dynamic(n) for n in ("total_rows", "pages", "tables", "width", "units"))
-    fetch = _fetch(d, page_tokens)
+    fetch = _fetch(d, keys, page_tokens)
 
     @T.prim_func
     def paged_attention(
@@ -96,11 +104,11 @@ def paged_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_t
     ):
         with T.Kernel(units, kv_heads, threads=2 * WIDE, prelude=prelude(d)) as (unit, head):
             q_s = T.alloc_shared((WIDE, head_dim), dtype)
-            k_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
-            v_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
-            ones = T.alloc_shared((KEYS, _SUMS), dtype)
-            score = T.alloc_fragment((WIDE, KEYS), "float32")
-            weight = T.alloc_fragment((WIDE, KEYS), dtype)
+            k_s = T.alloc_shared((stages, keys, head_dim), dtype)
+            v_s = T.alloc_shared((stages, keys, head_dim), dtype)
+            ones = T.alloc_shared((keys, _SUMS), dtype)
+            score = T.alloc_fragment((WIDE, keys), "float32")
+            weight = T.alloc_fragment((WIDE, keys), dtype)
             part = T.alloc_fragment((WIDE, head_dim), "float32")
             part_sum = T.alloc_fragment((WIDE, _SUMS), "float32")
             part_top = T.alloc_fragment((WIDE,), "float32")
@@ -132,9 +140,9 @@ def paged_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_t
                 for i in T.Parallel(WIDE):
                     seen[i] = T.cast(position[first + T.min(i // group, count - 1)], "int32")
                 for n in T.unroll(stages - 1):
-                    if begun + n <= last // KEYS:
-                        fetch(k, k_s, table, row, begun + n, head, n)
-                        fetch(v, v_s, table, row, begun + n, head, n)
+                    if begun + n <= last // keys:
+                        fetch(k, k_s, table, row, begun + n, last, head, n)
+                        fetch(v, v_s, table, row, begun + n, last, head, n)
                     else:
                         for _ in T.unroll(2 * copies):
                             T.ptx_commit_group()
@@ -146,11 +154,11 @@ def paged_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_t
                 T.fill(part, 0)
                 T.fill(part_sum, 0)
                 T.fill(part_top, _LOWEST)
-                for n in T.serial(last // KEYS + 1 - begun):
+                for n in T.serial(last // keys + 1 - begun):
                     tile = begun + n
-                    if tile + stages - 1 <= last // KEYS:
-                        fetch(k, k_s, table, row, tile + stages - 1, head, (n + stages - 1) % stages)
-                        fetch(v, v_s, table, row, tile + stages - 1, head, (n + stages - 1) % stages)
+                    if tile + stages - 1 <= last // keys:
+                        fetch(k, k_s, table, row, tile + stages - 1, last, head, (n + stages - 1) % stages)
+                        fetch(v, v_s, table, row, tile + stages - 1, last, head, (n + stages - 1) % stages)
                     else:
                         for _ in T.unroll(2 * copies):
                             T.ptx_commit_group()
@@ -158,19 +166,19 @@ def paged_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_t
                     T.sync_threads()
                     T.clear(score)
                     T.gemm(q_s, k_s[n % stages, :, :], score, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    for i, j in T.Parallel(WIDE, KEYS):
+                    for i, j in T.Parallel(WIDE, keys):
                         if window > 0:
                             score[i, j] = T.if_then_else(
-                                tile * KEYS + j <= seen[i] and tile * KEYS + j > seen[i] - window, score[i, j] * log2_scale, _LOWEST
+                                tile * keys + j <= seen[i] and tile * keys + j > seen[i] - window, score[i, j] * log2_scale, _LOWEST
                             )
                         else:
-                            score[i, j] = T.if_then_else(tile * KEYS + j <= seen[i], score[i, j] * log2_scale, _LOWEST)
+                            score[i, j] = T.if_then_else(tile * keys + j <= seen[i], score[i, j] * log2_scale, _LOWEST)
                     T.reduce_max(score, newer, dim=1, clear=True)
                     for i in T.Parallel(WIDE):
                         newer[i] = T.max(newer[i], part_top[i])
                         keep[i] = T.exp2(part_top[i] - newer[i])
                         part_top[i] = newer[i]
-                    for i, j in T.Parallel(WIDE, KEYS):
+                    for i, j in T.Parallel(WIDE, keys):
                         weight[i, j] = T.cast(T.exp2(score[i, j] - part_top[i]), dtype)
                     for i, j in T.Parallel(WIDE, head_dim):
                         part[i, j] = part[i, j] * keep[i]
@@ -178,15 +186,15 @@ def paged_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_t
                         part_sum[i, j] = part_sum[i, j] * keep[i]
                     T.ptx_wait_group((2 * stages - 2) * copies)
                     T.sync_threads()
-                    if last < tile * KEYS + KEYS - 1:
+                    if last < tile * keys + keys - 1:
                         # what lies behind the newest key may be anything, and zero times NaN is NaN
-                        for i, j in T.Parallel(KEYS, head_dim):
-                            v_s[n % stages, i, j] = T.if_then_else(tile * KEYS + i > last, T.cast(0, dtype), v_s[n % stages, i, j])
+                        for i, j in T.Parallel(keys, head_dim):
+                            v_s[n % stages, i, j] = T.if_then_else(tile * keys + i > last, T.cast(0, dtype), v_s[n % stages, i, j])
                         T.sync_threads()
                     T.gemm(weight, v_s[n % stages, :, :], part, policy=T.GemmWarpPolicy.FullRow)
                     T.gemm(weight, ones, part_sum, policy=T.GemmWarpPolicy.FullRow)
                     T.sync_threads()
-                    if tile % per_segment == per_segment - 1 or tile == last // KEYS:
+                    if tile % per_segment == per_segment - 1 or tile == last // keys:
                         for i in T.Parallel(WIDE):
                             newer[i] = T.max(top[i], part_top[i])
                             keep[i] = T.exp2(top[i] - newer[i])
@@ -210,33 +218,26 @@ def paged_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_t
     return paged_attention
 
 
-def decode_attention(
-    d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, splits: int, stages: int, dtype: str
-) -> Any:
+def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, splits: int, dtype: str) -> Any:
     """Units of one row, unit ``i`` row ``i``, the other way round: keys and channels are the rows of the matrix products, and the query
     heads of a KV head their columns, so that a warp has few numbers of each to do.
 
-    ``splits`` = 1: ``blocks`` blocks take a (row, KV head) after another and fetch the next one's first tile while they work on the last
-    of the one before. More: block ``splits * i + s`` takes every ``splits``-th segment of (row, KV head) ``i`` from ``s`` on and leaves
-    partial results: ``part_value`` ``[rows, heads, segments, head_dim]`` and ``part_scale`` ``[2, rows, heads, segments]`` (maximum, sum)
-    float32.
+    ``splits`` = 1: ``blocks`` blocks take a (row, KV head) after another. More: block ``splits * i + s`` takes every ``splits``-th segment
+    of (row, KV head) ``i`` from ``s`` on and leaves partial results: ``part_value`` ``[rows, heads, segments, head_dim]`` and
+    ``part_scale`` ``[2, rows, heads, segments]`` (maximum, sum) float32.
+
+    Keys and values pass in turn through a ring of three places: while one is worked on, two are under way, across the borders of units
+    too. ``fetch`` says what comes next: ``next_*`` is the tile whose keys were asked for last.
     """
     T = d.T
     group = heads // kv_heads
     queries = 8 if group <= 8 else 16
-    per_segment = SEGMENT // KEYS
-    copies = max(1, KEYS // page_tokens)
-    groups = 2 * copies + 1  # of copies of a tile: the queries, its keys, its values
+    keys = tile_keys(head_dim)
+    per_segment = SEGMENT // keys
+    copies = max(1, keys // page_tokens)
+    behind = 2 * copies + 1  # groups of copies begun behind the one that is waited for: an item of keys with its queries, one of values
     rows, pages, tables, width, part_rows, segments = (T.dynamic(n) for n in ("rows", "pages", "tables", "width", "part_rows", "segments"))
-    fetch = _fetch(d, page_tokens)
-
-    @T.macro
-    def fetch_all(q, k, v, table, q_s, k_s, v_s, unit, table_row, tile, stage):
-        row = unit // kv_heads
-        # 16 bytes a thread: what TileLang would choose, an equal share for every thread, may be less than a copy can be
-        T.async_copy(q[row, unit % kv_heads * group : unit % kv_heads * group + group, :], q_s[stage, 0:group, :], coalesced_width=8)
-        fetch(k, k_s, table, table_row, tile, unit % kv_heads, stage)
-        fetch(v, v_s, table, table_row, tile, unit % kv_heads, stage)
+    fetch = _fetch(d, keys, page_tokens)
 
     @T.prim_func
     def decode_attention(
@@ -252,22 +253,21 @@ def decode_attention(
         log2_scale: T.float32,
         blocks: T.int32,
     ):
-        with T.Kernel(blocks, threads=2 * WIDE, prelude=prelude(d)) as block:
-            q_s = T.alloc_shared((stages, queries, head_dim), dtype)
-            k_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
-            v_s = T.alloc_shared((stages, KEYS, head_dim), dtype)
-            w_s = T.alloc_shared((KEYS, queries), dtype)
+        with T.Kernel(blocks, threads=128, prelude=prelude(d)) as block:
+            q_s = T.alloc_shared((2, queries, head_dim), dtype)
+            ring = T.alloc_shared((3, keys, head_dim), dtype)
+            w_s = T.alloc_shared((keys, queries), dtype)
             sum_s = T.alloc_shared((queries,), "float32")
-            ones = T.alloc_fragment((KEYS, KEYS), dtype)
-            score = T.alloc_fragment((KEYS, queries), "float32")
+            ones = T.alloc_fragment((64, keys), dtype)
+            score = T.alloc_fragment((keys, queries), "float32")
             part = T.alloc_fragment((head_dim, queries), "float32")
-            part_sum = T.alloc_fragment((KEYS, queries), "float32")
+            part_sum = T.alloc_fragment((64, queries), "float32")
             part_top = T.alloc_fragment((queries,), "float32")
             newer = T.alloc_fragment((queries,), "float32")
             keep = T.alloc_fragment((queries,), "float32")
             if splits == 1:
                 total = T.alloc_fragment((head_dim, queries), "float32")
-                total_sum = T.alloc_fragment((KEYS, queries), "float32")
+                total_sum = T.alloc_fragment((64, queries), "float32")
                 top = T.alloc_fragment((queries,), "float32")
                 take = T.alloc_fragment((queries,), "float32")
             todo = T.alloc_var("int32")
@@ -276,6 +276,7 @@ def decode_attention(
             unit = T.alloc_var("int32")  # worked on: row * kv_heads + head
             tile = T.alloc_var("int32")
             last = T.alloc_var("int32")
+            later_last = T.alloc_var("int32")  # of the unit behind it
             next_unit = T.alloc_var("int32")  # fetched
             next_tile = T.alloc_var("int32")
             next_last = T.alloc_var("int32")
@@ -296,18 +297,18 @@ def decode_attention(
                     base = 0
                     if window > 0:
                         base = T.max(T.cast(position[(block + n * blocks) // kv_heads], "int32") - (window - 1), 0) // SEGMENT
-                    todo = todo + T.cast(position[(block + n * blocks) // kv_heads], "int32") // KEYS + 1 - base * per_segment
+                    todo = todo + T.cast(position[(block + n * blocks) // kv_heads], "int32") // keys + 1 - base * per_segment
             else:
                 # whole segments base + split, base + split + splits, …, the last one perhaps short
                 todo = (last // SEGMENT + splits - base - split) // splits * per_segment
                 if (last // SEGMENT - base) % splits == split:
-                    todo = todo - (per_segment - 1 - last // KEYS % per_segment)
+                    todo = todo - (per_segment - 1 - last // keys % per_segment)
+            later_last = T.cast(position[T.min(unit + blocks, rows * kv_heads - 1) // kv_heads], "int32")
             next_unit = unit
-            next_tile = tile
+            next_tile = tile - 1
             next_last = last
             next_row = table_row[unit // kv_heads]
             if todo > 0:
-                fetch_all(q, k, v, table, q_s, k_s, v_s, next_unit, next_row, next_tile, 0)
                 if splits == 1:
                     T.fill(total, 0)
                     T.fill(total_sum, 0)
@@ -315,101 +316,134 @@ def decode_attention(
                 T.fill(part, 0)
                 T.fill(part_sum, 0)
                 T.fill(part_top, _LOWEST)
-                for n in T.serial(todo):
-                    if n + 1 < todo:
-                        next_tile = next_tile + 1
-                        if splits > 1:
-                            if next_tile % per_segment == 0:
-                                next_tile = next_tile + (splits - 1) * per_segment
-                        else:
-                            if next_tile > next_last // KEYS:
-                                next_unit = next_unit + blocks
-                                next_last = T.cast(position[next_unit // kv_heads], "int32")
-                                next_row = table_row[next_unit // kv_heads]
-                                next_tile = 0
-                                if window > 0:
-                                    next_tile = T.max(next_last - (window - 1), 0) // SEGMENT * per_segment
-                        fetch_all(q, k, v, table, q_s, k_s, v_s, next_unit, next_row, next_tile, (n + 1) % stages)
-                    else:
-                        for _ in T.unroll(groups):
-                            T.ptx_commit_group()
-                    T.ptx_wait_group(groups + copies)
-                    T.sync_threads()
-                    T.clear(score)
-                    T.gemm(k_s[n % stages, :, :], q_s[n % stages, :, :], score, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    for i, j in T.Parallel(KEYS, queries):
-                        if window > 0:
-                            score[i, j] = T.if_then_else(
-                                tile * KEYS + i <= last and tile * KEYS + i > last - window, score[i, j] * log2_scale, _LOWEST
+                # Items 0, 1, 2, … are keys, values, keys, …; item i lies in place i % 3. Before step n (of item n) items up to n + 1 have
+                # been asked for: steps -2, -1 ask for the first two. Even steps work on scores, odd ones on values.
+                for step in T.serial(2 * todo + 2):
+                    # at step `step` item `step` is asked for, and item `step - 2` worked on
+                    if step % 2 == 0:
+                        if step < 2 * todo:
+                            next_tile = next_tile + 1
+                            if splits > 1:
+                                if step > 0 and next_tile % per_segment == 0:
+                                    next_tile = next_tile + (splits - 1) * per_segment
+                            else:
+                                if next_tile > next_last // keys:
+                                    next_unit = next_unit + blocks
+                                    next_last = T.cast(position[next_unit // kv_heads], "int32")
+                                    next_row = table_row[next_unit // kv_heads]
+                                    next_tile = 0
+                                    if window > 0:
+                                        next_tile = T.max(next_last - (window - 1), 0) // SEGMENT * per_segment
+                            fetch(k, ring, table, next_row, next_tile, next_last, next_unit % kv_heads, step % 3)
+                            T.async_copy(
+                                q[next_unit // kv_heads, next_unit % kv_heads * group : next_unit % kv_heads * group + group, :],
+                                q_s[step // 2 % 2, 0:group, :],
                             )
                         else:
-                            score[i, j] = T.if_then_else(tile * KEYS + i <= last, score[i, j] * log2_scale, _LOWEST)
-                    T.reduce_max(score, newer, dim=0, clear=True)
-                    for j in T.Parallel(queries):
-                        newer[j] = T.max(newer[j], part_top[j])
-                        keep[j] = T.exp2(part_top[j] - newer[j])
-                        part_top[j] = newer[j]
-                    for i, j in T.Parallel(KEYS, queries):
-                        w_s[i, j] = T.cast(T.exp2(score[i, j] - part_top[j]), dtype)
-                    for i, j in T.Parallel(head_dim, queries):
-                        part[i, j] = part[i, j] * keep[j]
-                    for i, j in T.Parallel(KEYS, queries):
-                        part_sum[i, j] = part_sum[i, j] * keep[j]
-                    T.ptx_wait_group(groups)
-                    T.sync_threads()
-                    if last < tile * KEYS + KEYS - 1:
-                        for i, j in T.Parallel(KEYS, head_dim):
-                            v_s[n % stages, i, j] = T.if_then_else(tile * KEYS + i > last, T.cast(0, dtype), v_s[n % stages, i, j])
-                        T.sync_threads()
-                    T.gemm(v_s[n % stages, :, :], w_s, part, transpose_A=True, policy=T.GemmWarpPolicy.FullRow)
-                    T.gemm(ones, w_s, part_sum, policy=T.GemmWarpPolicy.FullRow)
-                    T.sync_threads()
-                    if tile % per_segment == per_segment - 1 or tile == last // KEYS:
-                        if splits > 1:
-                            for i, j in T.Parallel(head_dim, queries):
-                                if j < group:
-                                    part_value[unit // kv_heads, unit % kv_heads * group + j, tile // per_segment, i] = part[i, j]
-                            for j in T.Parallel(queries):
-                                if j < group:
-                                    part_scale[0, unit // kv_heads, unit % kv_heads * group + j, tile // per_segment] = part_top[j]
-                            for i, j in T.Parallel(KEYS, queries):
-                                if i == 0 and j < group:
-                                    part_scale[1, unit // kv_heads, unit % kv_heads * group + j, tile // per_segment] = part_sum[i, j]
-                        else:
-                            for j in T.Parallel(queries):
-                                newer[j] = T.max(top[j], part_top[j])
-                                keep[j] = T.exp2(top[j] - newer[j])
-                                take[j] = T.exp2(part_top[j] - newer[j])
-                                top[j] = newer[j]
-                            for i, j in T.Parallel(head_dim, queries):
-                                total[i, j] = total[i, j] * keep[j] + part[i, j] * take[j]
-                            for i, j in T.Parallel(KEYS, queries):
-                                total_sum[i, j] = total_sum[i, j] * keep[j] + part_sum[i, j] * take[j]
-                        for j in T.Parallel(queries):
-                            part_top[j] = _LOWEST
-                        T.fill(part, 0)
-                        T.fill(part_sum, 0)
-                    if splits > 1:
-                        tile = tile + 1
-                        if tile % per_segment == 0:
-                            tile = tile + (splits - 1) * per_segment
-                    else:
-                        if tile == last // KEYS:
-                            for i, j in T.Parallel(KEYS, queries):
-                                if i == 0:
-                                    sum_s[j] = 1.0 / total_sum[i, j]
+                            for _ in T.unroll(copies + 1):
+                                T.ptx_commit_group()
+                        if step >= 2:
+                            T.ptx_wait_group(behind)
                             T.sync_threads()
+                            T.clear(score)
+                            T.gemm(
+                                ring[(step - 2) % 3, :, :],
+                                q_s[(step // 2 - 1) % 2, :, :],
+                                score,
+                                transpose_B=True,
+                                policy=T.GemmWarpPolicy.FullRow,
+                            )
+                            for i, j in T.Parallel(keys, queries):
+                                if window > 0:
+                                    score[i, j] = T.if_then_else(
+                                        tile * keys + i <= last and tile * keys + i > last - window, score[i, j] * log2_scale, _LOWEST
+                                    )
+                                else:
+                                    score[i, j] = T.if_then_else(tile * keys + i <= last, score[i, j] * log2_scale, _LOWEST)
+                            T.reduce_max(score, newer, dim=0, clear=True)
+                            for j in T.Parallel(queries):
+                                newer[j] = T.max(newer[j], part_top[j])
+                                keep[j] = T.exp2(part_top[j] - newer[j])
+                                part_top[j] = newer[j]
+                            for i, j in T.Parallel(keys, queries):
+                                w_s[i, j] = T.cast(T.exp2(score[i, j] - part_top[j]), dtype)
                             for i, j in T.Parallel(head_dim, queries):
-                                if j < group:
-                                    out[unit // kv_heads, unit % kv_heads * group + j, i] = T.cast(total[i, j] * sum_s[j] + 0.0, dtype)
-                            T.fill(total, 0)
-                            T.fill(total_sum, 0)
-                            T.fill(top, _LOWEST)
-                            unit = next_unit
-                            last = next_last
-                            tile = next_tile
+                                part[i, j] = part[i, j] * keep[j]
+                            for i, j in T.Parallel(64, queries):
+                                part_sum[i, j] = part_sum[i, j] * keep[j]
+                            T.sync_threads()
+                    else:
+                        if step < 2 * todo:
+                            fetch(v, ring, table, next_row, next_tile, next_last, next_unit % kv_heads, step % 3)
                         else:
-                            tile = tile + 1
+                            for _ in T.unroll(copies):
+                                T.ptx_commit_group()
+                        if step >= 3:
+                            T.ptx_wait_group(behind)
+                            T.sync_threads()
+                            if last < tile * keys + keys - 1:
+                                # what lies behind the newest key may be anything, and zero times NaN is NaN
+                                for i, j in T.Parallel(keys, head_dim):
+                                    ring[(step - 2) % 3, i, j] = T.if_then_else(
+                                        tile * keys + i > last, T.cast(0, dtype), ring[(step - 2) % 3, i, j]
+                                    )
+                                T.sync_threads()
+                            T.gemm(ring[(step - 2) % 3, :, :], w_s, part, transpose_A=True, policy=T.GemmWarpPolicy.FullRow)
+                            T.gemm(ones, w_s, part_sum, policy=T.GemmWarpPolicy.FullRow)
+                            if tile % per_segment == per_segment - 1 or tile == last // keys:
+                                if splits > 1:
+                                    for i, j in T.Parallel(head_dim, queries):
+                                        if j < group:
+                                            part_value[unit // kv_heads, unit % kv_heads * group + j, tile // per_segment, i] = part[i, j]
+                                    for j in T.Parallel(queries):
+                                        if j < group:
+                                            part_scale[0, unit // kv_heads, unit % kv_heads * group + j, tile // per_segment] = part_top[j]
+                                    for i, j in T.Parallel(64, queries):
+                                        if i == 0 and j < group:
+                                            part_scale[1, unit // kv_heads, unit % kv_heads * group + j, tile // per_segment] = part_sum[
+                                                i, j
+                                            ]
+                                else:
+                                    for j in T.Parallel(queries):
+                                        newer[j] = T.max(top[j], part_top[j])
+                                        keep[j] = T.exp2(top[j] - newer[j])
+                                        take[j] = T.exp2(part_top[j] - newer[j])
+                                        top[j] = newer[j]
+                                    for i, j in T.Parallel(head_dim, queries):
+                                        total[i, j] = total[i, j] * keep[j] + part[i, j] * take[j]
+                                    for i, j in T.Parallel(64, queries):
+                                        total_sum[i, j] = total_sum[i, j] * keep[j] + part_sum[i, j] * take[j]
+                                for j in T.Parallel(queries):
+                                    part_top[j] = _LOWEST
+                                T.fill(part, 0)
+                                T.fill(part_sum, 0)
+                            if splits > 1:
+                                tile = tile + 1
+                                if tile % per_segment == 0:
+                                    tile = tile + (splits - 1) * per_segment
+                            else:
+                                if tile == last // keys:
+                                    for i, j in T.Parallel(64, queries):
+                                        if i == 0:
+                                            sum_s[j] = 1.0 / total_sum[i, j]
+                                    T.sync_threads()
+                                    for i, j in T.Parallel(head_dim, queries):
+                                        if j < group:
+                                            out[unit // kv_heads, unit % kv_heads * group + j, i] = T.cast(
+                                                total[i, j] * sum_s[j] + 0.0, dtype
+                                            )
+                                    T.fill(total, 0)
+                                    T.fill(total_sum, 0)
+                                    T.fill(top, _LOWEST)
+                                    unit = unit + blocks
+                                    last = later_last
+                                    later_last = T.cast(position[T.min(unit + blocks, rows * kv_heads - 1) // kv_heads], "int32")
+                                    tile = 0
+                                    if window > 0:
+                                        tile = T.max(last - (window - 1), 0) // SEGMENT * per_segment
+                                else:
+                                    tile = tile + 1
+                            T.sync_threads()
 
     return decode_attention
 
@@ -471,8 +505,8 @@ def attention_programs(heads: int, kv_heads: int, head_dim: int, page_tokens: in
     adding = shape_config(heads=heads, head_dim=head_dim, window=window, dtype=dtype)
     return [
         program("paged_attention", PASSES, stages=2),
-        program("decode_attention", BY_WARPS, splits=1, stages=2),
-        program("decode_attention", BY_WARPS, splits=SPLITS, stages=2),
+        program("decode_attention", BY_WARPS, splits=1),
+        program("decode_attention", BY_WARPS, splits=SPLITS),
         Program("paged_attention", "add_segments", adding, uses=(FILE,), passes=PASSES),
     ]
 

@@ -36,15 +36,17 @@ def _packages(name: str) -> list[Path]:
 
 @cache
 def _include_options() -> tuple[str, ...]:
-    headers = next((r / "cu13" / "include" for r in _packages("nvidia") if (r / "cu13" / "include" / "cuda_runtime.h").exists()), None)
+    folders = [root / "cu13" / "include" for root in _packages("nvidia")]  # packages of one name may lie in several places
+    headers = next((f for f in folders if (f / "cuda_runtime.h").exists()), None)
     if headers is None:
         raise KernelBuildError("the headers of CUDA 13 (nvidia-cuda-runtime) are not installed; `pip install 'deepinfer[cuda]'`")
-    if not (headers / "cccl" / "cuda" / "std" / "utility").exists():
+    library = next((f / "cccl" for f in folders if (f / "cccl" / "cuda" / "std" / "utility").exists()), None)
+    if library is None:
         raise KernelBuildError("the headers of CUDA's C++ library (nvidia-cuda-cccl) are not installed; `pip install 'deepinfer[cuda]'`")
     templates = _packages("tilelang")
     if not templates:
         raise KernelBuildError("the headers of TileLang are not installed; `pip install 'deepinfer[cuda]'`")
-    places = [headers, headers / "cccl", templates[0] / "src", templates[0] / "3rdparty" / "cutlass" / "include"]
+    places = [headers, library, templates[0] / "src", templates[0] / "3rdparty" / "cutlass" / "include"]
     return tuple(f"-I{p}" for p in places)
 
 
