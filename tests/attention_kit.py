@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from deepinfer.kernels.paged_attention import cuda as op
-from deepinfer.kernels.paged_attention.cuda import SEGMENT, PagedAttention, Scratch, Units, attention_programs, one_row_units, step_units
+from deepinfer.kernels.paged_attention.cuda import SEGMENT, PagedAttention, Scratch, attention_programs
+from deepinfer.kernels.paged_attention.units import Units, one_row_units, step_units
 from deepinfer.kernels.toolchain import Program
 from deepinfer.kernels.toolchain.shapes import run_dtype
 from kernel_kit import device_of, kept_as
@@ -284,9 +285,14 @@ class _Single(_Kernel):
 
 class _Split(_Kernel):
     def launch(  # type: ignore[no-untyped-def]
-        self, grid, q, k, v, table, position, row, value, sums, scale, blocks, width, part_rows, segments
+        self, grid, q, k, v, table, position, row, value, sums, scale, blocks, rows, width, part_rows, segments
     ) -> None:
-        assert grid == (blocks,) == (len(row) * k.shape[2] * op.SPLITS,) and width == table.shape[1] and len(row) <= part_rows
+        assert (
+            rows == len(row)
+            and grid == (blocks,) == (len(row) * k.shape[2] * op.SPLITS,)
+            and width == table.shape[1]
+            and len(row) <= part_rows
+        )
         assert value.shape == (part_rows, self.heads, segments, q.shape[2]) and sums.shape == (2, part_rows, self.heads, segments)
         for r, of in enumerate(row.tolist()):
             last = int(position[r])

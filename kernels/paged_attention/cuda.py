@@ -12,19 +12,15 @@ product with v and before they are summed, which is a product with ones: tensor 
 
 # Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-
-from deepinfer.platforms import to_device
 
 from ..toolchain import Dialect, ModelShape, Program, StoredKernel, shape_config
 from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_previous
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
+from .units import Units
 
 
 def tile_keys(head_dim: int) -> int:
@@ -338,6 +334,7 @@ def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_
                             T.async_copy(
                                 q[next_unit // kv_heads, next_unit % kv_heads * group : next_unit % kv_heads * group + group, :],
                                 q_s[step // 2 % 2, 0:group, :],
+                                coalesced_width=8,  # an equal share for every thread may be less than a copy can be
                             )
                         else:
                             for _ in T.unroll(copies + 1):
@@ -503,6 +500,8 @@ def attention_programs(heads: int, kv_heads: int, head_dim: int, page_tokens: in
         return Program("paged_attention", factory, constants, uses=(FILE,), passes=passes)
 
     adding = shape_config(heads=heads, head_dim=head_dim, window=window, dtype=dtype)
+    if head_dim % 64 or heads // kv_heads > 16:  # no even shares for four warps: single rows are units like others
+        return [program("paged_attention", PASSES, stages=2)]
     return [
         program("paged_attention", PASSES, stages=2),
         program("decode_attention", BY_WARPS, splits=1),
@@ -528,48 +527,6 @@ def _blocks_of_processor(kernel: StoredKernel) -> int:
 
 
 _LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Units:
-    """A step's rows as ``PagedAttention`` works on them; all on the device, made once a step.
-
-    ``table`` int32 ``[*, W]`` pages of sequences; ``position`` int64 ``[T]`` of the rows; ``first``, ``count`` int32 ``[U]`` and ``row``
-    int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``. ``single``: each row is a
-    unit, in order.
-    """
-
-    table: torch.Tensor
-    position: torch.Tensor
-    first: torch.Tensor
-    count: torch.Tensor
-    row: torch.Tensor
-    single: bool = False
-
-
-def one_row_units(
-    table: torch.Tensor, position: torch.Tensor, row: torch.Tensor, counting: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> Units:
-    """Each row by itself: ``position`` and ``row`` int64 ``[R]``. ``counting``: int32 0, 1, 2, … and ones, if they are at hand."""
-    if counting is None:
-        first = torch.arange(position.shape[0], dtype=torch.int32, device=position.device)
-        counting = first, torch.ones_like(first)
-    return Units(table, position, *counting, row, True)
-
-
-def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int], tokens: int) -> Units:
-    """Units of at most ``tokens`` rows; rows ``cu_q[i] … cu_q[i + 1] - 1`` are those of row ``i`` of ``table``."""
-    borders = np.asarray(cu_q, np.int64)
-    counts = np.diff(borders)
-    pieces = -(-counts // tokens)
-    row = np.repeat(np.arange(len(counts)), pieces)
-    nth = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    first = borders[row] + nth * tokens
-    count = np.minimum(tokens, borders[row + 1] - first)
-    order = np.argsort(-nth, kind="stable")  # those that see most keys begin first
-    packed = torch.from_numpy(np.stack((first[order], count[order], row[order])))
-    on_device = to_device(packed, position.device)
-    return Units(table, position, on_device[0].int(), on_device[1].int(), on_device[2])
 
 
 class Scratch:
@@ -606,9 +563,12 @@ class PagedAttention:
         scratch: Scratch,
     ) -> None:  # fmt: skip
         programs = attention_programs(heads, kv_heads, head_dim, page_tokens, window or 0, run_dtype(dtype))
-        self._wide, self._single, self._split, self._add = require(programs, device, after=True)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._blocks = processors * _blocks_of_processor(self._single.stored)
+        self._wide, *for_rows = require(programs, device, after=True)
+        self._blocks = 0  # of a step's single rows; 0 = they are units like others
+        if for_rows:
+            self._single, self._split, self._add = for_rows
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._blocks = processors * _blocks_of_processor(self._single.stored)
         self._shape = (heads, head_dim)
         self._kv_heads = kv_heads
         self._scale = head_dim**-0.5 * _LOG2_E
@@ -619,20 +579,20 @@ class PagedAttention:
         """``q`` ``[R, heads, head_dim]`` → ``out``, the same shape; ``k``, ``v`` ``[pages, page_tokens, kv_heads, head_dim]`` hold the
         rows' own entries. Rows that are in no unit are not written. Allocates nothing."""
         count, width = units.first.shape[0], units.table.shape[1]
-        if not units.single:
+        if not units.single or not self._blocks:
             common = (q, k, v, units.table, units.position, units.first, units.count, units.row)
             self._wide.launch((count, self._kv_heads), *common, out, self._scale, width, count)
             return
-        single = (q, k, v, units.table, units.position, units.row)
+        taken = (q, k, v, units.table, units.position, units.row)
         if count > SPLIT_ROWS:
             blocks = min(self._blocks, count * self._kv_heads)
-            self._single.launch((blocks,), *single, out, self._scale, blocks, count, width)
+            self._single.launch((blocks,), *taken, out, self._scale, blocks, count, width)
             return
         if self._scratch.segments * SEGMENT < width * k.shape[1]:
             self._scratch.reserve(width * k.shape[1])
         value, scale, segments = self._scratch.value, self._scratch.scale, self._scratch.segments
         blocks = count * self._kv_heads * SPLITS
-        self._split.launch((blocks,), *single, value, scale, self._scale, blocks, width, SPLIT_ROWS, segments)
+        self._split.launch((blocks,), *taken, value, scale, self._scale, blocks, count, width, SPLIT_ROWS, segments)
         self._add.launch((count, self._shape[0]), value, scale, units.position, out, SPLIT_ROWS, segments, count)
 
 

@@ -92,7 +92,8 @@ def linear(i: Inputs) -> None:
 
 
 def paged_attention(i: Inputs) -> None:
-    from deepinfer.kernels.paged_attention.cuda import PagedAttention, Scratch, one_row_units, step_units
+    from deepinfer.kernels.paged_attention.cuda import PagedAttention, Scratch
+    from deepinfer.kernels.paged_attention.units import one_row_units, step_units
 
     s = i.shape
     pages, width = 64, 9

@@ -11,7 +11,8 @@ import torch
 import attention_kit
 from attention_kit import Case, Kind, differing_ways, in_order, make_case, programs_of, shared_out_up_to, stand_in
 from deepinfer.kernels.paged_attention import make_plan, paged_attention
-from deepinfer.kernels.paged_attention.cuda import SPLIT_ROWS, SPLITS, Units, one_row_units, step_units, unit_tokens
+from deepinfer.kernels.paged_attention.cuda import SPLIT_ROWS, SPLITS, unit_tokens
+from deepinfer.kernels.paged_attention.units import Units, one_row_units, step_units
 from deepinfer.kernels.toolchain import default_store
 from kernel_kit import check_machine_code, read_before_waiting, replayed
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from ...kernels.argmax.cuda import Argmax
 from ...kernels.embedding.cuda import Embedding
 from ...kernels.linear.cuda import FewRows, Projection, agreeing_rows, few_rows_programs
-from ...kernels.paged_attention.cuda import PagedAttention, Scratch, Units, attention_programs, one_row_units, step_units
+from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs
+from ...kernels.paged_attention.units import Units, one_row_units, step_units
 from ...kernels.rms_norm.cuda import AddRmsNorm, RmsNorm
 from ...kernels.rope import RopeTable
 from ...kernels.rope_kv.cuda import RopeKv

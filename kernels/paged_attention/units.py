@@ -1,0 +1,53 @@
+"""Which rows of a step a block of attention on a GPU works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepinfer.platforms import to_device
+
+
+@dataclass(frozen=True)
+class Units:
+    """A step's rows as ``PagedAttention`` works on them; all on the device, made once a step.
+
+    ``table`` int32 ``[*, W]`` pages of sequences; ``position`` int64 ``[T]`` of the rows; ``first``, ``count`` int32 ``[U]`` and ``row``
+    int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``. ``single``: each row is a
+    unit, in order.
+    """
+
+    table: torch.Tensor
+    position: torch.Tensor
+    first: torch.Tensor
+    count: torch.Tensor
+    row: torch.Tensor
+    single: bool = False
+
+
+def one_row_units(
+    table: torch.Tensor, position: torch.Tensor, row: torch.Tensor, counting: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> Units:
+    """Each row by itself: ``position`` and ``row`` int64 ``[R]``. ``counting``: int32 0, 1, 2, … and ones, if they are at hand."""
+    if counting is None:
+        first = torch.arange(position.shape[0], dtype=torch.int32, device=position.device)
+        counting = first, torch.ones_like(first)
+    return Units(table, position, *counting, row, True)
+
+
+def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int], tokens: int) -> Units:
+    """Units of at most ``tokens`` rows; rows ``cu_q[i] … cu_q[i + 1] - 1`` are those of row ``i`` of ``table``."""
+    borders = np.asarray(cu_q, np.int64)
+    counts = np.diff(borders)
+    pieces = -(-counts // tokens)
+    row = np.repeat(np.arange(len(counts)), pieces)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = borders[row] + nth * tokens
+    count = np.minimum(tokens, borders[row + 1] - first)
+    order = np.argsort(-nth, kind="stable")  # those that see most keys begin first
+    packed = torch.from_numpy(np.stack((first[order], count[order], row[order])))
+    on_device = to_device(packed, position.device)
+    return Units(table, position, on_device[0].int(), on_device[1].int(), on_device[2])
