@@ -19,6 +19,7 @@ from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_previous
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
+from .library import library
 
 _KB = 1024
 
@@ -177,20 +178,27 @@ class Projection:
     ``few``, for weights without bias, is used up to ``few_up_to`` rows; 0 = never.
     """
 
-    __slots__ = ("bias", "few", "few_up_to", "weight")
+    __slots__ = ("bias", "few", "few_up_to", "library", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, few: FewRows | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.few = few if bias is None else None
         self.few_up_to = 0 if self.few is None else self.few.limit
+        self.library = library(weight.device) if bias is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` ``[R, in]`` → ``[R, out]``."""
         if self.few is None or x.shape[0] > self.few_up_to:
-            return F.linear(x, self.weight, self.bias)
+            return self.by_library(x)
         out = x.new_empty((x.shape[0], self.weight.shape[0]))
         self.few(x, self.weight, out)
         return out
+
+    def by_library(self, x: torch.Tensor) -> torch.Tensor:
+        """The same by cuBLAS."""
+        if self.library is None:
+            return F.linear(x, self.weight, self.bias)
+        return self.library.linear(x, self.weight)
 
 
 def agreeing_rows(projections: Sequence[Projection], candidates: Sequence[int]) -> list[int]:
@@ -216,7 +224,7 @@ def _agreeing(projection: Projection, candidates: list[int]) -> tuple[list[int],
     weight = projection.weight
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(candidates[-1], weight.shape[1], generator=generator).to(device=weight.device, dtype=weight.dtype)
-    whole = F.linear(probe, weight, projection.bias)
+    whole = projection.by_library(probe)
     few_up_to = 0
     if projection.few is not None:
         for rows in [r for r in candidates if r <= projection.few_up_to]:
@@ -225,7 +233,7 @@ def _agreeing(projection: Projection, candidates: list[int]) -> tuple[list[int],
             few_up_to = rows
     found = []
     for rows in candidates:
-        if rows <= few_up_to or torch.equal(F.linear(probe[:rows].contiguous(), weight, projection.bias), whole[:rows]):
+        if rows <= few_up_to or torch.equal(projection.by_library(probe[:rows].contiguous()), whole[:rows]):
             found.append(rows)
     return found, few_up_to
 

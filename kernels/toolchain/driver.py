@@ -71,6 +71,12 @@ class Launchable(Protocol):
         """See ``Kernel.launch``."""
 
 
+def raw_stream(device: torch.device) -> int:
+    """The driver's handle of torch's current stream on ``device``, without making an object of it."""
+    index = device.index
+    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if index is None else index))
+
+
 class Kernel:
     """A kernel loaded on one device.
 
@@ -83,7 +89,7 @@ class Kernel:
     Raises ``KernelBuildError`` if the driver does not take it.
     """
 
-    __slots__ = ("_config", "_device", "_function", "_keep", "_pointers", "_values", "stored")
+    __slots__ = ("_config", "_device", "_function", "_keep", "_pointers", "_reference", "_start", "_values", "stored")
 
     def __init__(self, stored: StoredKernel, device: torch.device, after: bool = False) -> None:
         self.stored = stored
@@ -102,15 +108,16 @@ class Kernel:
         self._config = _Config(1, 1, 1, stored.threads, 1, 1, stored.shared, None, ctypes.pointer(attribute), int(after))
         self._values = [_TYPES[kind]() for _, kind in stored.args]
         self._pointers = (ctypes.c_void_p * len(stored.places))(*[ctypes.addressof(self._values[i]) for i in stored.places])
+        self._reference, self._start = ctypes.byref(self._config), cuda.cuLaunchKernelEx
         self._keep = (module, attribute)
 
     def launch(self, grid: tuple[int, ...], *args: torch.Tensor | int | float) -> None:
         """Launches ``grid`` blocks (x, y, z). ``args`` in the order of ``stored.args``: contiguous tensors of the device, or numbers."""
         config = self._config
         config.grid_x, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]
-        config.stream = torch.cuda.current_stream(self._device).cuda_stream
+        config.stream = raw_stream(self._device)
         for value, given in zip(self._values, args, strict=True):
             value.value = given.data_ptr() if isinstance(given, torch.Tensor) else given
-        code = _library().cuLaunchKernelEx(ctypes.byref(config), self._function, self._pointers, None)
+        code = self._start(self._reference, self._function, self._pointers, None)
         if code:
             _check(code, f"launching {self.stored.name}")
