@@ -282,6 +282,7 @@ def test_steps_that_mix_prefill_and_decode(place: str, kind: str) -> None:
 # P17, and all at once
 
 
+@pytest.mark.nightly
 def test_threads_of_a_cpu() -> None:
     prompts = mates([50, 9, 130], 21)
     want = alone("cpu", "qk_norm", prompts, drawn(3))
