@@ -65,8 +65,9 @@ def test_every_number_of_rows_has_the_bits_of_the_library(in_features: int, out_
     weight = random(out_features, in_features, seed=1) * 0.05
     x = random(WHOLE, in_features)
     whole = F.linear(x, weight)
-    few = FewRows(in_features, out_features, torch.bfloat16, x.device)
+    few, projection = FewRows(in_features, out_features, torch.bfloat16, x.device), Projection(weight)
     assert few.limit == limit_of(in_features, out_features) > 0
+    assert torch.equal(projection.by_library(x), whole)
     wrong: dict[str, list[int]] = {"kernel": [], "kernel, other rows": [], "library": []}
     for rows in range(1, few.limit + 1):
         out = torch.full((rows, out_features), torch.nan, dtype=x.dtype, device=x.device)
@@ -76,7 +77,7 @@ def test_every_number_of_rows_has_the_bits_of_the_library(in_features: int, out_
         few(x[WHOLE - rows :], weight, out)
         if not torch.equal(out, whole[WHOLE - rows :]):
             wrong["kernel, other rows"].append(rows)
-        if not torch.equal(F.linear(x[:rows].contiguous(), weight), whole[:rows]):
+        if not torch.equal(projection.by_library(x[:rows]), whole[:rows]):
             wrong["library"].append(rows)
     assert wrong == {"kernel": [], "kernel, other rows": [], "library": []}
 
@@ -91,6 +92,29 @@ def test_float16_has_the_bits_of_the_library(in_features: int, out_features: int
         out = torch.full((rows, out_features), torch.nan, dtype=x.dtype, device=x.device)
         few(x[:rows], weight, out)
         assert torch.equal(out, whole[:rows]), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("in_features", "out_features"), WEIGHTS, ids=str)
+def test_the_library_called_directly_gives_torchs_bits(in_features: int, out_features: int, dtype: torch.dtype, built: None) -> None:
+    """Without torch between, at any number of rows; the same on another stream, and captured in a graph."""
+    weight, x = random(out_features, in_features, dtype=dtype, seed=1) * 0.05, random(WHOLE, in_features, dtype=dtype)
+    projection = Projection(weight)
+    assert projection.library is not None, "torch's cuBLAS is not found"
+    for rows in (1, 2, 3, 7, 8, 17, 32, 48, 64, 100, 128, 255, 256, 320, 512, 1000, 1024, 2048, WHOLE):
+        assert torch.equal(projection.by_library(x[:rows]), F.linear(x[:rows], weight)), rows
+    want, stream = F.linear(x[:24], weight), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        elsewhere = projection.by_library(x[:24])
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(elsewhere, want) and torch.equal(projection.by_library(x[:24]), want)
+    out = torch.zeros_like(want)
+    replay = replayed(lambda: out.copy_(projection.by_library(x[:24])))
+    out.zero_()
+    replay()
+    assert torch.equal(out, want) and torch.equal(projection.by_library(x[:24]), want)
 
 
 @pytest.mark.gpu
@@ -202,7 +226,9 @@ COUNTS = [1, 2, 4, 8, 16, 24, 32, 48, 64]
 
 def projection_of(place: str, few: Product | None = None, bias: bool = False) -> Projection:
     weight = random(24, 40, seed=3, device=place)
-    return Projection(weight, random(24, device=place) if bias else None, few)  # type: ignore[arg-type]
+    made = Projection(weight, random(24, device=place) if bias else None, few)  # type: ignore[arg-type]
+    made.library = None  # torch's way, in whose place something else is put
+    return made
 
 
 @pytest.mark.parametrize("place", PLANT_PLACES)
