@@ -16,19 +16,20 @@ from deepinfer.kernels.paged_attention.units import Units, one_row_units, step_u
 from deepinfer.kernels.toolchain import default_store
 from kernel_kit import check_machine_code, read_before_waiting, replayed
 
-# Every pair of: heads of a group 1, 3, 4, 8; pages of 16 … 128 tokens; heads of 64 or 128; windows of none, 100, 4096. Then odd groups.
+# Every pair of: heads of a group 1, 3, 4, 8; pages of 16 … 128 tokens; heads of 64 or 128; windows of none, 100, 4096. Then odd groups, and
+# kinds whose single rows are units like others.
 KINDS = [
     Kind(2, 2, 64, 16, 0), Kind(3, 3, 128, 32, 100), Kind(2, 2, 64, 64, 4096), Kind(2, 2, 128, 128, 0),
     Kind(9, 3, 128, 16, 100), Kind(9, 3, 64, 32, 4096), Kind(9, 3, 64, 64, 0), Kind(6, 2, 128, 128, 100),
     Kind(8, 2, 128, 16, 4096), Kind(8, 2, 64, 32, 0), Kind(8, 2, 128, 64, 100), Kind(8, 2, 64, 128, 4096),
     Kind(8, 1, 64, 16, 0), Kind(16, 2, 128, 32, 0), Kind(8, 1, 128, 64, 4096), Kind(8, 1, 64, 128, 100),
-    Kind(14, 2, 128, 64, 0), Kind(5, 1, 64, 64, 0),
+    Kind(14, 2, 128, 64, 0), Kind(5, 1, 64, 64, 0), Kind(32, 1, 64, 64, 100), Kind(4, 2, 96, 16, 0),
 ]  # fmt: skip
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 1537)
 LONG = 4400  # beyond the window of 4096
 
 # Stand-ins are slow: fewer kinds, shorter sequences.
-FEW_KINDS = [Kind(9, 3, 64, 64, 0), Kind(4, 1, 64, 16, 100), Kind(2, 2, 64, 128, 0)]
+FEW_KINDS = [Kind(9, 3, 64, 64, 0), Kind(4, 1, 64, 16, 100), Kind(2, 2, 64, 128, 0), Kind(4, 2, 48, 16, 0)]
 SHORT = (1, 64, 65, 129, 257)
 
 PLACES = [
