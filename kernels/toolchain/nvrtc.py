@@ -46,7 +46,7 @@ def _include_options() -> tuple[str, ...]:
     templates = _packages("tilelang")
     if not templates:
         raise KernelBuildError("the headers of TileLang are not installed; `pip install 'deepinfer[cuda]'`")
-    places = [headers, library, templates[0] / "src", templates[0] / "3rdparty" / "cutlass" / "include"]
+    places = [headers, library.parent, library, templates[0] / "src", templates[0] / "3rdparty" / "cutlass" / "include"]
     return tuple(f"-I{p}" for p in places)
 
 
