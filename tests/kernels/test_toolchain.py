@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from deepinfer.errors import KernelBuildError
-from deepinfer.kernels.toolchain import KernelStore, Program, StoredKernel, lowering, nvrtc, program, shape_config
+from deepinfer.kernels.rms_norm.cuda import RmsNorm
+from deepinfer.kernels.toolchain import SM90A, KernelStore, Program, StoredKernel, lowering, nvrtc, program, shape_config
 from deepinfer.kernels.toolchain import store as store_module
 from deepinfer.kernels.toolchain.lowering import Lowered, check_tilelang, lower
 from deepinfer.kernels.toolchain.nvrtc import compile_source, compiler
@@ -183,6 +184,27 @@ def test_without_headers_it_says_what_to_install(absent: str, said: str, monkeyp
     nvrtc._include_options.cache_clear()
     with pytest.raises(KernelBuildError, match=rf"headers of .*{said}.* are not installed; `pip install 'deepinfer\[cuda\]'`"):
         compile_source(COPY, "f", "sm_90a")
+
+
+@needs_compiler
+def test_headers_may_lie_in_several_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Packages of one name, of which one folder has CUDA's headers and another its C++ library's."""
+    packages = nvrtc._packages
+    whole = next(f for f in (p / "cu13" / "include" for p in packages("nvidia")) if (f / "cccl").exists())
+    first, second = tmp_path / "a" / "cu13" / "include", tmp_path / "b" / "cu13" / "include"
+    first.mkdir(parents=True)
+    second.mkdir(parents=True)
+    for entry in whole.iterdir():
+        (second if entry.name == "cccl" else first).joinpath(entry.name).symlink_to(entry)
+    monkeypatch.setattr(nvrtc, "_packages", lambda name: [tmp_path / "a", tmp_path / "b"] if name == "nvidia" else packages(name))
+    nvrtc._include_options.cache_clear()
+    try:
+        kernel = RmsNorm.programs(576, "bfloat16")[0]
+        code, _ = compile_source(lower(kernel, SM90A).source, kernel.name, SM90A)
+    finally:
+        monkeypatch.undo()
+        nvrtc._include_options.cache_clear()
+    assert code[:4] == b"\x7fELF"
 
 
 def test_without_the_headers_of_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
