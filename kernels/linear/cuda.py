@@ -2,8 +2,8 @@
 
 What a library's kernel for few rows costs is mostly its start. This one fetches weights before it waits for the kernel ahead, so that its
 start hides behind that one's end. A block multiplies ``tile`` rows of the weight, whole, with ``tokens`` rows of the input: one
-tensor-core accumulation after another over K in steps of 16, never split. cuBLAS without workspace adds in the same order; ``census``
-compares the two before either is used in the other's place, so that which one runs may follow the number of rows.
+tensor-core accumulation after another over K in steps of 16, never split. cuBLAS without workspace adds in the same order;
+``agreeing_rows`` compares the two before either is used in the other's place, so that which one runs may follow the number of rows.
 """
 
 # Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.

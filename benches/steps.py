@@ -1,0 +1,118 @@
+"""How long a decode step takes, how many tokens a second come out of a queue, and which kernels the time goes to.
+
+    python benches/steps.py --model DIR --load-format dummy --device cuda [--seqs 1 64 256] [--requests 1024] [--kernels]
+
+Decode: `--seqs` prompts of `--input-len` tokens at once, `--output-len` tokens each, greedy, nothing turned into text. Milliseconds
+are those between returns of `LLM.step` over the last 230 steps but 10, with two steps in flight: mean and median, of the middle one of
+three runs by the mean. Requests: so many of `--request-len` tokens in and `--request-out` out, all at once; tokens out over the seconds
+from the first submission to the last answer. Kernels: torch's profiler over 20 decode steps, which slows the host; times of kernels that
+overlap (programmatic launch) hold the wait for the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from deepinfer import LLM, SamplingParams
+from deepinfer.cli import bench_load, machine
+
+_RUNS = 3
+_TAIL, _END = 220, 10
+_PROFILED = 20
+
+
+def drain(llm: LLM) -> list[float]:
+    """Steps until nothing is left; seconds of each."""
+    marks = [time.perf_counter()]
+    while llm.has_unfinished_requests():
+        llm.step()
+        marks.append(time.perf_counter())
+    return np.diff(marks).tolist()
+
+
+def submit(llm: LLM, name: str, count: int, length: int, out: int, seed: int) -> None:
+    """Hands over ``count`` requests of random ids, no two of which share a beginning."""
+    params = SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True, detokenize=False)
+    for i, prompt in enumerate(bench_load.random_prompts(count, length, llm.vocab_size, seed)):
+        llm.add_request(prompt, params, request_id=f"{name}.{i}")
+
+
+def decode(llm: LLM, seqs: int, length: int, out: int) -> dict[str, Any]:
+    """Milliseconds of a decode step with ``seqs`` sequences."""
+    runs = []
+    for run in range(_RUNS):
+        submit(llm, f"d{seqs}.{run}", seqs, length, out, seed=1000 * seqs + run)
+        spent = drain(llm)
+        steps = [1e3 * s for s in spent[-_TAIL - _END : -_END]]
+        runs.append((statistics.fmean(steps), statistics.median(steps), 1e3 * sum(spent) / out))
+    mean, median, whole = sorted(runs)[len(runs) // 2]
+    return {"seqs": seqs, "ms": round(mean, 3), "median_ms": round(median, 3), "whole_ms_a_token": round(whole, 3)}
+
+
+def queue(llm: LLM, requests: int, length: int, out: int) -> dict[str, Any]:
+    """Tokens a second out of a queue."""
+    submit(llm, "q", requests, length, out, seed=7)
+    seconds = sum(drain(llm))
+    return {"requests": requests, "in": length, "out": out, "seconds": round(seconds, 2), "output_tok_s": round(requests * out / seconds)}
+
+
+def kernels(llm: LLM, seqs: int, length: int) -> list[dict[str, Any]]:
+    """Microseconds a decode step by kernel, the longest first."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    submit(llm, f"k{seqs}", seqs, length, 4 * _PROFILED + seqs, seed=99)
+    for _ in range(2 * _PROFILED + seqs // 20):
+        llm.step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(_PROFILED):
+            llm.step()
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in seen.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[event.name].append(event.time_range.elapsed_us())
+    drain(llm)
+    found = [{"kernel": name, "us_a_step": round(sum(t) / _PROFILED, 1), "calls": len(t) / _PROFILED} for name, t in spent.items()]
+    return sorted(found, key=lambda k: -float(str(k["us_a_step"])))
+
+
+def main() -> None:
+    """Prints one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seqs", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=0)
+    parser.add_argument("--request-len", type=int, default=512)
+    parser.add_argument("--request-out", type=int, default=128)
+    parser.add_argument("--kernels", action="store_true", help="on a GPU: what the time of a decode step goes to")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    with LLM(model=args.model, load_format=args.load_format, device=args.device, max_num_seqs=max(args.seqs)) as llm:
+        found: dict[str, Any] = {
+            "machine": machine.in_words(str(llm.engine.run.device), None),
+            "start_s": round(time.perf_counter() - started, 2),
+        }
+        found["decode"] = [decode(llm, n, args.input_len, args.output_len) for n in args.seqs]
+        if args.requests:
+            found["queue"] = queue(llm, args.requests, args.request_len, args.request_out)
+        seen = llm.metrics()
+        found["bubble"], found["host_ms_a_step"] = round(seen.bubble, 4), round(seen.host_time.mean_ms, 3)
+        if args.kernels:
+            found["kernels"] = {n: kernels(llm, n, args.input_len)[:12] for n in args.seqs}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
