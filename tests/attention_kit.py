@@ -26,6 +26,13 @@ from kernel_kit import device_of, kept_as
 LOWEST = -1e30
 
 
+def _cut(table: torch.Tensor) -> torch.Tensor:
+    """``table`` as a step has it: the columns that its longest sequence needs, of a wider one. What lies between its rows is no page."""
+    wide = torch.full((len(table), table.shape[1] + 3), 2**30, dtype=table.dtype, device=table.device)
+    wide[:, : table.shape[1]] = table
+    return wide[:, : table.shape[1]]
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of layer. ``window``: positions a row sees, 0 = all."""
@@ -69,7 +76,7 @@ class Case:
         borders = [0]
         for _, first, end in pieces:
             borders.append(borders[-1] + end - first)
-        units = step_units(self.table[of], torch.cat(rows), borders, self.attention.tokens)
+        units = step_units(_cut(self.table[of]), torch.cat(rows), borders, self.attention.tokens)
         out = self.run(q, units)
         return [out[a:b] for a, b in pairwise(borders)]
 
@@ -97,7 +104,7 @@ class Case:
         pages, page_tokens = self.k.shape[:2]
         to = torch.cat((torch.zeros(1, dtype=torch.long), 1 + torch.randperm(pages - 1, generator=generator)))
         k, v = (torch.full_like(x, garbage) for x in (self.k, self.v))
-        table = torch.zeros_like(self.table)
+        table = _cut(torch.zeros_like(self.table))
         for sequence, length in enumerate(self.lengths):
             for column in range(-(-length // page_tokens)):
                 old, used = int(self.table[sequence, column]), min(page_tokens, length - column * page_tokens)
@@ -154,7 +161,7 @@ def make_case(place: str, kind: Kind, lengths: Sequence[int], dtype: torch.dtype
     sizes = (kind.heads, kind.kv_heads, kind.head_dim, kind.page_tokens, kind.window or None)
     attention = PagedAttention(*sizes, dtype, device, scratch)
     starts = tuple(sum(lengths[:i]) for i in range(len(lengths)))
-    return Case(kind, attention, scratch, tuple(lengths), starts, q, k, v, table.to(device))
+    return Case(kind, attention, scratch, tuple(lengths), starts, q, k, v, _cut(table.to(device)))
 
 
 def programs_of(kind: Kind, dtype: torch.dtype = torch.bfloat16) -> list[Program]:
@@ -269,7 +276,7 @@ class _Kernel:
 
 class _Wide(_Kernel):
     def launch(self, grid, q, k, v, table, position, first, count, row, out, scale, width, units) -> None:  # type: ignore[no-untyped-def]
-        assert grid == (units, k.shape[2]) and width == table.shape[1] and units == len(first) == len(count) == len(row)
+        assert grid == (units, k.shape[2]) and width == table.stride(0) and units == len(first) == len(count) == len(row)
         for begin, number, of in zip(first.tolist(), count.tolist(), row.tolist(), strict=True):
             assert number * (self.heads // k.shape[2]) <= op.WIDE
             for r in range(begin, begin + number):
@@ -278,7 +285,7 @@ class _Wide(_Kernel):
 
 class _Single(_Kernel):
     def launch(self, grid, q, k, v, table, position, row, out, scale, blocks, rows, width) -> None:  # type: ignore[no-untyped-def]
-        assert grid == (blocks,) and 0 < blocks <= rows * k.shape[2] and width == table.shape[1] and rows == len(row) <= len(position)
+        assert grid == (blocks,) and 0 < blocks <= rows * k.shape[2] and width == table.stride(0) and rows == len(row) <= len(position)
         for r in range(rows):
             out[r] = in_order(self.parts(q[r], k, v, table[int(row[r])], int(position[r]), scale))
 
@@ -290,7 +297,7 @@ class _Split(_Kernel):
         assert (
             rows == len(row)
             and grid == (blocks,) == (len(row) * k.shape[2] * op.SPLITS,)
-            and width == table.shape[1]
+            and width == table.stride(0)
             and len(row) <= part_rows
         )
         assert value.shape == (part_rows, self.heads, segments, q.shape[2]) and sums.shape == (2, part_rows, self.heads, segments)

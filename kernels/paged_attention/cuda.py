@@ -75,6 +75,7 @@ def paged_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_t
 
     ``window``: a row sees the last so many positions; 0 = all. ``position`` are those of the rows, ascending within a unit; rows
     ``unit_first … unit_first + unit_count - 1`` belong to row ``unit_table`` of ``table``. A unit of 0 rows is skipped.
+    ``width``, of which nothing else is read: from one row of ``table`` to the next.
     """
     T = d.T
     group = heads // kv_heads
@@ -578,7 +579,7 @@ class PagedAttention:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: Units, out: torch.Tensor) -> None:
         """``q`` ``[R, heads, head_dim]`` → ``out``, the same shape; ``k``, ``v`` ``[pages, page_tokens, kv_heads, head_dim]`` hold the
         rows' own entries. Rows that are in no unit are not written. Allocates nothing."""
-        count, width = units.first.shape[0], units.table.shape[1]
+        count, width = units.first.shape[0], units.table.stride(0)  # rows of a table cut to its longest sequence lie apart
         if not units.single or not self._blocks:
             common = (q, k, v, units.table, units.position, units.first, units.count, units.row)
             self._wide.launch((count, self._kv_heads), *common, out, self._scale, width, count)
@@ -588,8 +589,9 @@ class PagedAttention:
             blocks = min(self._blocks, count * self._kv_heads)
             self._single.launch((blocks,), *taken, out, self._scale, blocks, count, width)
             return
-        if self._scratch.segments * SEGMENT < width * k.shape[1]:
-            self._scratch.reserve(width * k.shape[1])
+        longest = units.table.shape[1] * k.shape[1]
+        if self._scratch.segments * SEGMENT < longest:
+            self._scratch.reserve(longest)
         value, scale, segments = self._scratch.value, self._scratch.scale, self._scratch.segments
         blocks = count * self._kv_heads * SPLITS
         self._split.launch((blocks,), *taken, value, scale, self._scale, blocks, count, width, SPLIT_ROWS, segments)

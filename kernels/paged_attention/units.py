@@ -15,9 +15,9 @@ from deepinfer.platforms import to_device
 class Units:
     """A step's rows as ``PagedAttention`` works on them; all on the device, made once a step.
 
-    ``table`` int32 ``[*, W]`` pages of sequences; ``position`` int64 ``[T]`` of the rows; ``first``, ``count`` int32 ``[U]`` and ``row``
-    int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``. ``single``: each row is a
-    unit, in order.
+    ``table`` int32 ``[*, W]`` pages of sequences, whose rows may lie apart; ``position`` int64 ``[T]`` of the rows; ``first``, ``count``
+    int32 ``[U]`` and ``row`` int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``.
+    ``single``: each row is a unit, in order.
     """
 
     table: torch.Tensor

@@ -329,3 +329,25 @@ def test_machine_code_of_all(kind: Kind, tmp_path: Path) -> None:
     for program in programs_of(kind):
         check_machine_code(program, tmp_path)
         assert read_before_waiting(program) == set()
+
+
+def test_a_table_cut_to_the_longest_sequence_is_read_by_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's table is a slice: kernels are told how far its rows lie apart, not how long they are."""
+    stand_in(monkeypatch)
+    case = make_case("stand-in", FEW_KINDS[0], (200, 300, 64))
+    assert case.table.stride(0) > case.table.shape[1]
+    told: list[int] = []
+    for name, place in (("_wide", 10), ("_single", 10), ("_split", 11)):
+        kernel = getattr(case.attention, name)
+
+        class Noted:
+            def launch(self, grid: tuple[int, ...], *args: object, kernel: object = kernel, place: int = place) -> None:
+                told.append(args[place])  # type: ignore[arg-type]
+                kernel.launch(grid, *args)  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(case.attention, name, Noted())
+    case.pieces([(0, 0, 200), (1, 100, 300)])
+    case.singles([(1, 299), (2, 63)])
+    with shared_out_up_to(case, 0):
+        case.singles([(1, 299), (2, 63)])
+    assert len(told) == 3 and all(width > case.table.shape[1] for width in told)

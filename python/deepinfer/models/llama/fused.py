@@ -140,14 +140,14 @@ class FusedForward:
         return [r for r in row_buckets(min(max_rows, _LARGEST_STEP)) if r in self._rows]
 
     def padded_rows(self, count: int) -> int:
-        """The least agreeing row count of at least ``count`` (up to ``_LARGEST_STEP``)."""
-        return self._rows[bisect_left(self._rows, count)]
+        """The least row count of at least ``count`` that is made of whole pieces of ``_LARGEST_STEP`` and one that agrees."""
+        whole, rest = divmod(count, _LARGEST_STEP)
+        return whole * _LARGEST_STEP + (self._rows[bisect_left(self._rows, rest)] if rest else 0)
 
     def forward(self, batch: ForwardBatch, names: Sequence[tuple[str, str]], kv: dict[str, torch.Tensor]) -> torch.Tensor:
         """See ``base.Model.forward``."""
         count = batch.ids.shape[0]
-        rows = self.padded_rows(count) if count <= _LARGEST_STEP else -(-count // _LARGEST_STEP) * _LARGEST_STEP
-        ids, pos, (slots,) = batch.padded(rows)
+        ids, pos, (slots,) = batch.padded(self.padded_rows(count))
         tokens = next(iter(self._attention.values())).tokens
         units = step_units(batch.block_table, batch.pos, batch.cu_q_host, tokens)
         return self._run(ids, pos, slots, units, names, kv)[:count]
