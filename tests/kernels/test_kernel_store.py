@@ -322,6 +322,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(driver, "_library", lambda: found)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=77, synchronize=lambda: None))
+    monkeypatch.setattr(driver, "raw_stream", lambda device: 77)
     return found
 
 
