@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from deepinfer.errors import KernelBuildError
 from deepinfer.models.base import DecodeRows, ForwardBatch, row_buckets
+from deepinfer.models.llama import forward
 from deepinfer.models.llama.forward import LlamaModel
 from deepinfer.worker import graphs
 from deepinfer.worker.graphs import Replay, Work
@@ -61,7 +63,13 @@ def wide_decode(model: LlamaModel, rows: DecodeRows, kv: dict[str, torch.Tensor]
 
 
 def decode_of_references(patch: pytest.MonkeyPatch, buckets: Sequence[int] | None = None) -> None:
-    """Gives the Llama family a decode step made of the operators' references, for these row counts."""
+    """Gives the Llama family a decode step made of the operators' references, for these row counts; on a GPU, too, where it would have
+    fused kernels: their units of rows are copied from host memory that is free again when a replay reads it."""
+
+    def refused(*_: object) -> None:
+        raise KernelBuildError("the test wants references")
+
+    patch.setattr(forward, "FusedForward", refused)
     patch.setattr(LlamaModel, "decode", wide_decode, raising=False)
     patch.setattr(LlamaModel, "graph_rows", lambda self, most: row_buckets(most) if buckets is None else buckets, raising=False)
 

@@ -68,7 +68,7 @@ def engine_of(decode: str, **settings: Any) -> Engine:
     settings = {**SETTINGS, **settings, "load_format": "dummy" if own else "auto"}
     engine = make_engine(fused_model() if own else tiny_checkpoint("llama"), "cuda", **settings)
     assert bool(engine.metrics().graphs) == (settings.get("cuda_graphs") != "off"), "see the warning"
-    assert not own or engine.model._fused is not None, "see the warning"  # type: ignore[attr-defined]
+    assert own == (engine.model._fused is not None), "see the warning"  # type: ignore[attr-defined]
     return engine
 
 
