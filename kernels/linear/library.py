@@ -5,6 +5,7 @@ where it is not; a step of a small model has 120 of them. The library, its choic
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,8 @@ _EXACT_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
 
 
 class Library:
-    """A handle of cuBLAS for one device. Its workspace is what ``CUBLAS_WORKSPACE_CONFIG`` says, as for torch's own."""
+    """A handle of cuBLAS for one device, for all threads: they may be on different streams, of which a handle has one at a time. Its
+    workspace is what ``CUBLAS_WORKSPACE_CONFIG`` says, as for torch's own."""
 
     def __init__(self, functions: ctypes.CDLL, device: torch.device) -> None:
         self._functions, self._device = functions, device
@@ -31,6 +33,7 @@ class Library:
             self._check(functions.cublasSetMathMode(self._handle, _EXACT_SUMS))
         self._one, self._zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
         self._stream: int | None = None
+        self._lock = threading.Lock()
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T``: ``x`` ``[R, in]`` and ``weight`` ``[out, in]``, contiguous, of one 16-bit type. Raises ``RuntimeError``."""
@@ -38,17 +41,18 @@ class Library:
         out_features = weight.shape[0]
         out = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
         stream = raw_stream(self._device)
-        if stream != self._stream:
-            self._check(self._functions.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)))
-            self._stream = stream
         kind, pointer = _TYPES[x.dtype], ctypes.c_void_p
-        self._check(
-            self._functions.cublasGemmEx(
-                self._handle, _TRANSPOSED, _PLAIN, out_features, rows, width,
-                self._one, pointer(weight.data_ptr()), kind, width, pointer(x.data_ptr()), kind, width,
-                self._zero, pointer(out.data_ptr()), kind, out_features, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM,
-            )
-        )  # fmt: skip
+        with self._lock:  # a call gives way to other threads
+            if stream != self._stream:
+                self._check(self._functions.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)))
+                self._stream = stream
+            self._check(
+                self._functions.cublasGemmEx(
+                    self._handle, _TRANSPOSED, _PLAIN, out_features, rows, width,
+                    self._one, pointer(weight.data_ptr()), kind, width, pointer(x.data_ptr()), kind, width,
+                    self._zero, pointer(out.data_ptr()), kind, out_features, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM,
+                )
+            )  # fmt: skip
         return out
 
     @staticmethod

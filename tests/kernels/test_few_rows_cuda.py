@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from deepinfer.kernels.linear.cuda import (
     linears_of,
     programs_for,
 )
+from deepinfer.kernels.linear.library import Library
 from deepinfer.kernels.toolchain import Program, default_store
 from deepinfer.kernels.toolchain.shapes import NAMED, SMOLLM2_135M
 from deepinfer.platforms import get_platform
@@ -283,6 +289,51 @@ def test_a_bias_is_the_librarys() -> None:
     assert torch.equal(projection(x), F.linear(x, projection.weight, projection.bias)) and not few.rows
     plain = projection_of("cpu", few)
     assert plain(x).shape == (3, 24) and plain(random(33, 40, device="cpu")).shape == (33, 24) and few.rows == [3]
+
+
+class _OtherThreadsRun:
+    """cuBLAS whose calls give way to other threads; ``products``: of each, the thread's stream and the handle's."""
+
+    def __init__(self, own: threading.local) -> None:
+        self.own, self.stream = own, 0
+        self.products: list[tuple[int, int]] = []
+
+    def cublasSetStream_v2(self, handle: object, stream: ctypes.c_void_p) -> int:
+        self.stream = stream.value or 0
+        time.sleep(1e-3)
+        return 0
+
+    def cublasGemmEx(self, *_: object) -> int:
+        self.products.append((self.own.stream, self.stream))
+        return 0
+
+    def cublasCreate_v2(self, *_: object) -> int:
+        return 0
+
+    cublasSetMathMode = cublasCreate_v2
+
+
+def test_threads_on_different_streams_share_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product on another's stream would be missing in what that thread records, and run there out of order."""
+    own = threading.local()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr("deepinfer.kernels.linear.library.raw_stream", lambda device: own.stream)
+    cublas = _OtherThreadsRun(own)
+    made = Library(cublas, torch.device("cuda"))  # type: ignore[arg-type]
+    x, weight = random(3, 40, device="cpu"), random(24, 40, device="cpu")
+
+    def run(stream: int) -> None:
+        own.stream = stream
+        for _ in range(10):
+            made.linear(x, weight)
+
+    threads = [threading.Thread(target=run, args=(stream,)) for stream in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cublas.products) == 30 and all(mine == used for mine, used in cublas.products)
 
 
 # What is chosen
