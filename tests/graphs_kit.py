@@ -9,9 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from deepinfer.errors import KernelBuildError
 from deepinfer.models.base import DecodeRows, ForwardBatch, row_buckets
-from deepinfer.models.llama import forward
 from deepinfer.models.llama.forward import LlamaModel
 from deepinfer.worker import graphs
 from deepinfer.worker.graphs import Replay, Work
@@ -42,7 +40,8 @@ class Recorded:
 def wide_decode(model: LlamaModel, rows: DecodeRows, kv: dict[str, torch.Tensor]) -> torch.Tensor:
     """`GraphModel.decode` by the family's own forward: each row is a sequence as long as the table is wide, for all that the host knows.
 
-    Slow, with the bits of the operators' references, and fit to be recorded on a GPU as well.
+    Slow, with the bits of ``forward``: of the operators' references, or of a GPU's kernels where the model has them. Fit to be recorded on
+    a GPU as well: page-locked memory that a recorded copy reads is not used again.
     """
     count = len(rows.ids)
     widest = rows.block_table.shape[1] * next(iter(kv.values())).shape[1]
@@ -63,13 +62,7 @@ def wide_decode(model: LlamaModel, rows: DecodeRows, kv: dict[str, torch.Tensor]
 
 
 def decode_of_references(patch: pytest.MonkeyPatch, buckets: Sequence[int] | None = None) -> None:
-    """Gives the Llama family a decode step made of the operators' references, for these row counts; on a GPU, too, where it would have
-    fused kernels: their units of rows are copied from host memory that is free again when a replay reads it."""
-
-    def refused(*_: object) -> None:
-        raise KernelBuildError("the test wants references")
-
-    patch.setattr(forward, "FusedForward", refused)
+    """Gives the Llama family the decode step ``wide_decode``, for these row counts."""
     patch.setattr(LlamaModel, "decode", wide_decode, raising=False)
     patch.setattr(LlamaModel, "graph_rows", lambda self, most: row_buckets(most) if buckets is None else buckets, raising=False)
 

@@ -1,6 +1,7 @@
 """CUDA graphs of decode steps on a GPU: a replay has the bits of the same operations launched one by one, whatever was in its memory.
 
-Of two decode steps: the Llama family's own, of fused kernels, and one made of the operators' references.
+Of two decode steps: the Llama family's own, of fused kernels, and one made of its forward, as `graphs_kit` does it on a CPU. In both,
+prompts run on fused kernels: a fault of a step that is no graph fails either.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"max_num_seqs": MOST, "max_model_len": 256, "dtype": "bfloat16"}
 
 
-@pytest.fixture(params=["own", "references"])
+@pytest.fixture(params=["own", "forward"])
 def decode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which decode step the family has."""
-    if request.param == "references":
+    if request.param == "forward":
         decode_of_references(monkeypatch)
     return str(request.param)
 
@@ -68,7 +69,7 @@ def engine_of(decode: str, **settings: Any) -> Engine:
     settings = {**SETTINGS, **settings, "load_format": "dummy" if own else "auto"}
     engine = make_engine(fused_model() if own else tiny_checkpoint("llama"), "cuda", **settings)
     assert bool(engine.metrics().graphs) == (settings.get("cuda_graphs") != "off"), "see the warning"
-    assert own == (engine.model._fused is not None), "see the warning"  # type: ignore[attr-defined]
+    assert not own or engine.model._fused is not None, "see the warning"  # type: ignore[attr-defined]
     return engine
 
 
