@@ -1,0 +1,95 @@
+"""The Llama family's forward of kernels, on a CPU: kernels of the CPU target and, of attention and products, torch. Whole engines give the
+references' logits, and a sequence its bits whatever runs beside it, in prompt steps, mixed steps and recorded decode steps alike."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from attention_kit import stand_in
+from deepinfer.engine.engine import Engine
+from deepinfer.kernels.linear import cuda as linear
+from deepinfer.kernels.linear.cuda import Projection
+from deepinfer.kernels.toolchain import loading
+from deepinfer.models.llama import fused
+from deepinfer.models.llama.forward import LlamaModel
+from deepinfer.sampling import SamplingParams
+from deepinfer.worker import graphs
+from engine_kit import random_prompts
+from exact_kit import COMMON, KINDS, VOCAB, check_same, engine_of, run
+from graphs_kit import Recorded
+from kernel_kit import OnCpu, need_tilelang
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 64, "intermediate_size": 96}
+TOLD = SamplingParams(temperature=0, max_tokens=5, logprobs=-1)
+OPERATORS = ("argmax", "embedding", "linear", "paged_attention", "rms_norm", "rope_kv", "swiglu")
+
+
+def exact_product(projection: Projection, x: torch.Tensor) -> torch.Tensor:
+    """In float64, whose order of additions is lost when it is rounded."""
+    out = x.double() @ projection.weight.double().T
+    return (out if projection.bias is None else out + projection.bias.double()).to(x.dtype)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models of the family made from now on have their fused forward; bfloat16 is float32 on the CPU target."""
+    need_tilelang()
+    stand_in(monkeypatch)
+    monkeypatch.setattr(loading, "load", lambda programs, device, after=False, store=None: [OnCpu(p) for p in programs])
+    for module in (fused, *(importlib.import_module(f"deepinfer.kernels.{op}.cuda") for op in OPERATORS)):
+        if hasattr(module, "run_dtype"):
+            monkeypatch.setattr(module, "run_dtype", lambda dtype: "bfloat16")
+    monkeypatch.setattr(linear, "choose", lambda in_features, out_features, rows: None)
+    monkeypatch.setattr(Projection, "by_library", exact_product)
+    monkeypatch.setattr(fused, "_LARGEST_STEP", 64)  # so that steps run in pieces
+
+    def finish(model: LlamaModel) -> None:
+        assert model._unpacked is not None
+        model._places.close()
+        model._fused = fused.FusedForward(model.topology, model._unpacked, model._rope, model.dtype, model.device)
+
+    monkeypatch.setattr(LlamaModel, "finish_loading", finish)
+    monkeypatch.setattr(graphs, "can_record", lambda device: True)
+    monkeypatch.setattr(graphs, "recorder_for", lambda device: Recorded())
+    yield
+
+
+def write_checkpoint(folder: Path, kind: str) -> None:
+    """Random weights, norms and biases among them, that differ from layer to layer."""
+    config = {**COMMON, **KINDS[kind], **SIZES}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = LlamaModel.from_config(config, torch.float32, torch.device("cpu")).parameter_shapes()
+    generator = torch.Generator().manual_seed(5)
+    weights = {name: torch.randn(shape, generator=generator) * 0.15 for name, shape in shapes.items()}
+    save_file({name: w + 1 if "norm" in name else w for name, w in weights.items()}, folder / "model.safetensors")
+
+
+def engine(folder: Path, kind: str, **settings: Any) -> Engine:
+    values = {"max_model_len": 256, "load_format": "auto", "enable_prefix_caching": False, **settings}
+    return engine_of("cpu", kind, model=str(folder), **values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_engines(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    prompts = random_prompts((50, 130, 3, 17, 1, 70), seed=2, vocab=VOCAB)
+    write_checkpoint(tmp_path, kind)
+    with engine(tmp_path, kind) as references:
+        want_logits = references._runner.logits(prompts[1])
+    request.getfixturevalue("kernels")
+    with engine(tmp_path, kind, max_num_seqs=1, max_num_batched_tokens=256, cuda_graphs="off") as one:
+        np.testing.assert_allclose(one._runner.logits(prompts[1]), want_logits, rtol=2e-4, atol=2e-4)
+        want = [run(one, [prompt], TOLD)[0] for prompt in prompts]
+    for settings in ({"cuda_graphs": "off"}, {"zero_overhead": True}):
+        with engine(tmp_path, kind, max_num_seqs=6, max_num_batched_tokens=90, **settings) as many:
+            check_same(want, run(many, prompts, TOLD, turns=[0, 0, 1, 2, 4, 5]), settings)
+            assert many.metrics().steps["mixed"] > 1 and many.model._fused is not None  # type: ignore[attr-defined]
+            assert (many.metrics().graphs.get("replays", 0) > 0) == ("cuda_graphs" not in settings)
