@@ -93,3 +93,16 @@ def test_whole_engines(kind: str, tmp_path: Path, request: pytest.FixtureRequest
             check_same(want, run(many, prompts, TOLD, turns=[0, 0, 1, 2, 4, 5]), settings)
             assert many.metrics().steps["mixed"] > 1 and many.model._fused is not None  # type: ignore[attr-defined]
             assert (many.metrics().graphs.get("replays", 0) > 0) == ("cuda_graphs" not in settings)
+
+
+@pytest.mark.parametrize("most", [1, 5, 40, 256, 257, 300, 600, 1000, 1025, 2000, 8191, 8192, 9000])
+def test_every_decode_step_has_a_graph(most: int) -> None:
+    """Whatever the number of sequences; row counts that disagree are passed over."""
+    made = object.__new__(fused.FusedForward)
+    for disagreeing in (set(), {4, 48, 64}, set(range(9))):
+        made._rows = [r for r in fused._row_counts() if r not in disagreeing]
+        rows = made.graph_rows(most)
+        assert rows == sorted(set(rows)) and set(rows) <= set(made._rows) and sum(r >= most for r in rows) == (most <= 8192)
+        assert all(made.padded_rows(n) in rows for n in range(1, min(most, 8192) + 1))
+    made._rows = [8192]
+    assert made.graph_rows(most) == ([8192] if most > 4096 else [])

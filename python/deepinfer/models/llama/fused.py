@@ -33,6 +33,9 @@ from .topology import LlamaTopology
 _LARGEST_STEP = 8192
 """Rows of one product; longer steps run in pieces of it."""
 
+_FEW = 64
+"""Rows that are padded to without looking at how many of them are padding."""
+
 _LARGEST_HEAD = 512
 """The same for the rows that want logits."""
 
@@ -136,8 +139,9 @@ class FusedForward:
         self._page_tokens = page_tokens
 
     def graph_rows(self, max_rows: int) -> list[int]:
-        """See ``base.GraphModel``: buckets whose bits agree."""
-        return [r for r in row_buckets(min(max_rows, _LARGEST_STEP)) if r in self._rows]
+        """See ``base.GraphModel``: for every bucket the next row count whose bits agree, unless most of it would be padding."""
+        padded = {r: self.padded_rows(r) for r in row_buckets(min(max_rows, _LARGEST_STEP))}
+        return sorted({p for r, p in padded.items() if p <= max(2 * r, _FEW)})
 
     def padded_rows(self, count: int) -> int:
         """The least row count of at least ``count`` that is made of whole pieces of ``_LARGEST_STEP`` and one that agrees."""
