@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from deepinfer.kernels.paged_attention.cuda import PagedAttention, Scratch
 from deepinfer.kernels.paged_attention.units import step_units
@@ -33,15 +35,33 @@ def factories(launches: Counter[str]) -> set[str]:
     return {name.split("[")[0] for name in launches}
 
 
-def load(kind: str, said: list[dict[str, Any]], **settings: Any) -> Counter[str]:
-    """An engine's launches while prompts of all lengths come, decode together and end one after another."""
+class Anything:
+    """A grammar that allows every token."""
+
+    def __init__(self) -> None:
+        self.position, self.complete = 0, False
+
+    def fill_mask(self, row: NDArray[np.int32]) -> None:
+        row[:] = -1
+
+    def accept(self, token: int) -> bool:
+        self.position += 1
+        return True
+
+    def rollback(self, count: int) -> None:
+        self.position -= count
+
+
+def load(kind: str, said: list[dict[str, Any]], values: dict[str, Any] | None = None, **settings: Any) -> Counter[str]:
+    """An engine's launches while prompts of all lengths come, decode together and end one after another. ``values``: of every second
+    request."""
     need_tilelang()
     ends: list[tuple[str | None, str | None]] = []
     with checked_launches() as launches:
         with engine_of("cuda", kind, max_num_seqs=20, max_num_batched_tokens=96, **settings) as engine:
             for nth, prompt in enumerate(random_prompts([3, 200, 17, 64, 40, 5] * 3, vocab=VOCAB)):
                 params = SamplingParams(max_tokens=6 + nth % 5, ignore_eos=True, seed=nth, **said[nth % len(said)])
-                engine.add_request(request(str(nth), prompt, params))
+                engine.add_request(request(str(nth), prompt, params, **(values or {} if nth % 2 else {})))
                 ends += [(d.finish_reason, d.error) for d in engine.step()]
             while engine.has_unfinished():
                 ends += [(d.finish_reason, d.error) for d in engine.step()]
@@ -67,6 +87,16 @@ def test_steps_launch_with_what_kernels_were_made_for(kind: str, graphs: str) ->
 def test_overlapped_steps_do_so_too() -> None:
     load("llama", SAID, zero_overhead=True)
     load("llama", [{"temperature": 0}], zero_overhead=True, cuda_graphs="off")
+
+
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+def test_grammars_and_words_not_to_be_said_do_so_too(graphs: str) -> None:
+    found = load("llama", SAID, {"grammar": Anything, "bad_word_ids": ((5, 6), (7,))}, cuda_graphs=graphs)
+    assert "sample/mask_rows" in factories(found)
+
+
+def test_rows_of_drafts_do_so_too() -> None:
+    load("llama", SAID, {"grammar": Anything, "bad_word_ids": ((5, 6), (7,))}, speculative="ngram", num_draft_tokens=3, ngram_min=1)
 
 
 def test_more_rows_than_one_product_takes() -> None:
