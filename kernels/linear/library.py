@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from deepinfer.platforms.context import make_current
+
 from ..toolchain.driver import raw_stream
 
 _TRANSPOSED, _PLAIN = 1, 0  # CUBLAS_OP_T, CUBLAS_OP_N
@@ -28,7 +30,7 @@ class Library:
         self._functions, self._device = functions, device
         self._handle = ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.current_stream(device).synchronize()  # makes the device's context the thread's
+            make_current(device)
             self._check(functions.cublasCreate_v2(ctypes.byref(self._handle)))
             self._check(functions.cublasSetMathMode(self._handle, _EXACT_SUMS))
         self._one, self._zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))

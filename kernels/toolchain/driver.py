@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from deepinfer.errors import KernelBuildError
+from deepinfer.platforms.context import make_current
 
 from .store import StoredKernel
 
@@ -96,7 +97,7 @@ class Kernel:
         self._device = device
         cuda = _library()
         with torch.cuda.device(device):
-            torch.cuda.current_stream(device).synchronize()  # makes the device's context the thread's
+            make_current(device)
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             _check(cuda.cuModuleLoadData(ctypes.byref(module), stored.code), f"loading {stored.name}")
             _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, stored.entry.encode()), f"finding {stored.entry}")

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from deepinfer.errors import CapacityError
+from deepinfer.platforms.context import make_current
 
 log = logging.getLogger("deepinfer.platforms")
 
@@ -49,7 +50,7 @@ def register_host(host: torch.Tensor, device: torch.device) -> bool:
     if device.type != "cuda" or not host.numel():
         return False
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device).synchronize()  # makes the device's context the thread's
+        make_current(device)
         code = int(_driver().cuMemHostRegister_v2(ctypes.c_void_p(host.data_ptr()), ctypes.c_size_t(host.nbytes), _PORTABLE_AND_MAPPED))
     if code not in (0, _ALREADY_REGISTERED):
         log.warning("CUDA could not page-lock %d bytes of host memory, copies from it wait: %s", host.nbytes, _name(code))
