@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from deepinfer.errors import KernelBuildError
-
 from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_previous
 from ..toolchain.driver import Launchable
 from ..toolchain.loading import require
-from ..toolchain.shapes import even_blocks, run_dtype
+from ..toolchain.shapes import even_blocks, run_dtype, whole_reads
 
 _WIDE = 8  # numbers of a read
 
@@ -76,9 +74,7 @@ class Embedding:
     @staticmethod
     def programs(vocab: int, hidden: int, dtype: str) -> list[Program]:
         """What it launches."""
-        if hidden % _WIDE:
-            raise KernelBuildError(f"rows of {hidden} numbers cannot be read 16 bytes at a time")
-        blocks, threads = even_blocks(hidden // _WIDE)
+        blocks, threads = even_blocks(whole_reads(hidden, _WIDE))
         constants = shape_config(vocab=vocab, hidden=hidden, blocks=blocks, threads=threads, dtype=dtype)
         return [Program("embedding", "embedding", constants, (FILE,))]
 

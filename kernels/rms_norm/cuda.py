@@ -7,26 +7,24 @@ A thread reads 16 bytes of float32 at a time. Sums of squares: the four of a rea
 # Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-
-from deepinfer.errors import KernelBuildError
 
 from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, block_sum, let_next_start, prelude, wait_for_previous
 from ..toolchain.driver import Launchable
 from ..toolchain.loading import require
-from ..toolchain.shapes import run_dtype
+from ..toolchain.shapes import run_dtype, whole_reads
 
 _WIDE = 4  # float32 numbers of a read
 _LARGEST_BLOCK = 256
 
 
 def block_of(hidden: int) -> tuple[int, int]:
-    """(reads of a thread, threads) for rows of ``hidden`` numbers, a multiple of 4: as few reads as 256 threads allow, then as few warps
-    as those reads need; what the last warp has too many is idle."""
-    reads = hidden // _WIDE
+    """(reads of a thread, threads) for rows of ``hidden`` numbers: as few reads as 256 threads allow, then as few warps as those reads
+    need; what the last warp has too many is idle. Raises ``KernelBuildError`` unless ``hidden`` is a multiple of 4."""
+    reads = whole_reads(hidden, _WIDE)
     steps = -(-reads // _LARGEST_BLOCK)
     return steps, -(-reads // (32 * steps)) * 32
 
@@ -127,15 +125,8 @@ def add_rms_norm(d: Dialect, hidden: int, steps: int, threads: int, dtype: str) 
     return add_rms_norm
 
 
-def _constants(hidden: int, dtype: str) -> tuple[tuple[str, int | float | str | bool], ...]:
-    if hidden % _WIDE:
-        raise KernelBuildError(f"rows of {hidden} numbers cannot be read 16 bytes at a time")
-    steps, threads = block_of(hidden)
-    return shape_config(hidden=hidden, steps=steps, threads=threads, dtype=dtype)
-
-
-class RmsNorm:
-    """``y = x / sqrt(mean(x²) + eps) * weight`` in float32, rounded once.
+class _Norm:
+    """A kernel that norms rows; which one is ``factory``.
 
     Args:
         hidden: width of a row, a multiple of 4.
@@ -148,6 +139,8 @@ class RmsNorm:
     Raises ``KernelBuildError`` if there is no such kernel.
     """
 
+    factory: ClassVar[str]
+
     def __init__(
         self,
         hidden: int,
@@ -161,10 +154,17 @@ class RmsNorm:
         (self._kernel,) = require(programs, device, after) if kernels is None else kernels
         self._eps = eps
 
-    @staticmethod
-    def programs(hidden: int, dtype: str) -> list[Program]:
+    @classmethod
+    def programs(cls, hidden: int, dtype: str) -> list[Program]:
         """What it launches."""
-        return [Program("rms_norm", "rms_norm", _constants(hidden, dtype), (FILE,))]
+        steps, threads = block_of(hidden)
+        return [Program("rms_norm", cls.factory, shape_config(hidden=hidden, steps=steps, threads=threads, dtype=dtype), (FILE,))]
+
+
+class RmsNorm(_Norm):
+    """``y = x / sqrt(mean(x²) + eps) * weight`` in float32, rounded once; for what it takes see ``_Norm``."""
+
+    factory = "rms_norm"
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """``x`` float32 ``[R, hidden]``, ``weight`` float32 ``[hidden]``, ``out`` ``[R, hidden]`` in the run dtype; all contiguous."""
@@ -172,26 +172,10 @@ class RmsNorm:
             self._kernel.launch((rows,), x, weight, out, self._eps, rows)
 
 
-class AddRmsNorm:
+class AddRmsNorm(_Norm):
     """``x += delta`` in float32, then as ``RmsNorm``; takes what that takes."""
 
-    def __init__(
-        self,
-        hidden: int,
-        eps: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        after: bool = True,
-        kernels: Sequence[Launchable] | None = None,
-    ) -> None:
-        programs = self.programs(hidden, run_dtype(dtype))
-        (self._kernel,) = require(programs, device, after) if kernels is None else kernels
-        self._eps = eps
-
-    @staticmethod
-    def programs(hidden: int, dtype: str) -> list[Program]:
-        """What it launches."""
-        return [Program("rms_norm", "add_rms_norm", _constants(hidden, dtype), (FILE,))]
+    factory = "add_rms_norm"
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """``x`` float32 ``[R, hidden]``, changed; ``delta`` and ``out`` ``[R, hidden]`` in the run dtype, two tensors; ``weight`` float32

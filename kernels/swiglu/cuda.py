@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from deepinfer.errors import KernelBuildError
-
 from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, let_next_start, prelude, quotient, wait_for_previous
 from ..toolchain.driver import Launchable
 from ..toolchain.loading import require
-from ..toolchain.shapes import even_blocks, run_dtype
+from ..toolchain.shapes import even_blocks, run_dtype, whole_reads
 
 _WIDE = 8  # numbers of a read
 
@@ -84,9 +82,7 @@ class SwiGlu:
     @staticmethod
     def programs(intermediate: int, dtype: str) -> list[Program]:
         """What it launches."""
-        if intermediate % _WIDE:
-            raise KernelBuildError(f"rows of {intermediate} numbers cannot be read 16 bytes at a time")
-        blocks, threads = even_blocks(intermediate // _WIDE)
+        blocks, threads = even_blocks(whole_reads(intermediate, _WIDE))
         return [Program("swiglu", "swiglu", shape_config(intermediate=intermediate, blocks=blocks, threads=threads, dtype=dtype), (FILE,))]
 
     def __call__(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:

@@ -18,6 +18,13 @@ def run_dtype(dtype: torch.dtype) -> str:
     return _RUN_DTYPES[dtype]
 
 
+def whole_reads(numbers: int, wide: int) -> int:
+    """Reads of ``wide`` numbers, 16 bytes, that a row of ``numbers`` is. Raises ``KernelBuildError`` if it is no whole number of them."""
+    if numbers % wide:
+        raise KernelBuildError(f"rows of {numbers} numbers cannot be read 16 bytes at a time")
+    return numbers // wide
+
+
 def even_blocks(reads: int, most: int = 128) -> tuple[int, int]:
     """(blocks, threads of a block) that share out ``reads`` of a row, one a thread, in equal pieces: as few blocks as ``most`` threads
     allow, in whole warps, of which the last may be idle in part."""
