@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import UnsupportedModelError
 from ..kernels.toolchain.shapes import ModelShape
 from .llama.forward import LlamaModel
+from .llama.fused import kernel_shape
 from .llama.topology import read_topology
 from .registry import architecture_of, resolve_architecture
 
@@ -20,5 +21,4 @@ def read_kernel_shape(config: Mapping[str, Any], dtype: str = "bfloat16", page_t
     architecture = architecture_of(config)
     if not issubclass(resolve_architecture(architecture), LlamaModel):
         raise UnsupportedModelError(f"architecture {architecture!r} runs on torch's operators alone: there are no kernels to build for it")
-    t = read_topology(config, architecture)
-    return ModelShape(t.hidden, t.heads, t.kv_heads, t.head_dim, t.intermediate, t.vocab, page_tokens, dtype, t.qk_norm)
+    return kernel_shape(read_topology(config, architecture), dtype, page_tokens)

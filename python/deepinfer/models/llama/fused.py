@@ -14,16 +14,17 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from ...kernels import registry
 from ...kernels.argmax.cuda import Argmax
 from ...kernels.embedding.cuda import Embedding
-from ...kernels.linear.cuda import FewRows, Projection, agreeing_rows, few_rows_programs
+from ...kernels.linear.cuda import FewRows, Projection, agreeing_rows
 from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs
 from ...kernels.paged_attention.units import Units, one_row_units, step_units
 from ...kernels.rms_norm.cuda import AddRmsNorm, RmsNorm
 from ...kernels.rope import RopeTable
 from ...kernels.rope_kv.cuda import RopeKv
 from ...kernels.swiglu.cuda import SwiGlu
-from ...kernels.toolchain import Program
+from ...kernels.toolchain import ModelShape
 from ...kernels.toolchain.loading import prepare
 from ...kernels.toolchain.shapes import run_dtype
 from ..base import DecodeRows, ForwardBatch, row_buckets
@@ -33,14 +34,23 @@ from .topology import LlamaTopology
 _LARGEST_STEP = 8192
 """Rows of one product; longer steps run in pieces of it."""
 
-_FEW = 64
-"""Rows that are padded to without looking at how many of them are padding."""
-
 _LARGEST_HEAD = 512
 """The same for the rows that want logits."""
 
+_FEW = 64
+"""Rows that are padded to without looking at how many of them are padding."""
+
 _LONGEST_TABLE = 1 << 18
 """Positions whose rotations are kept in a table; models with more compute them every step."""
+
+
+_OPERATORS = ("argmax", "embedding", "linear", "rms_norm", "rope_kv", "swiglu")
+"""What the forward launches besides attention, whose kernels follow from the page and the window."""
+
+
+def kernel_shape(t: LlamaTopology, dtype: str, page_tokens: int = 64) -> ModelShape:
+    """What the kernels of a model of the family follow from."""
+    return ModelShape(t.hidden, t.heads, t.kv_heads, t.head_dim, t.intermediate, t.vocab, page_tokens, dtype, t.qk_norm)
 
 
 def _row_counts() -> list[int]:
@@ -84,7 +94,8 @@ class FusedForward:
     ) -> None:
         t = topology
         self.topology, self.dtype, self.device = t, dtype, device
-        prepare(self.programs(t, run_dtype(dtype)), device)
+        shape = kernel_shape(t, run_dtype(dtype))
+        prepare([program for op in _OPERATORS for program in registry.programs(shape, op)], device)
         made: dict[torch.Size, FewRows] = {}
 
         def few(weight: torch.Tensor) -> FewRows:
@@ -109,23 +120,9 @@ class FusedForward:
         self._scratch = Scratch(t.heads, t.head_dim, device)
         self._attention: dict[int | None, PagedAttention] = {}
         self._page_tokens = 0
-        first, last = self._layers[0], self._layers[-1]
-        self._rows = agreeing_rows([*first.projections, *last.projections], _row_counts())
-        for layer in self._layers:  # what was switched off for one is for all of that shape
-            for own, checked in zip(layer.projections, first.projections, strict=True):
-                own.few_up_to = checked.few_up_to
+        self._rows = agreeing_rows([projection for layer in self._layers for projection in layer.projections], _row_counts())
         self._head_rows = agreeing_rows([self._head], [r for r in _row_counts() if r <= _LARGEST_HEAD])
         self._firsts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @staticmethod
-    def programs(t: LlamaTopology, dtype: str) -> list[Program]:
-        """Every kernel but those of attention, which follow from the page."""
-        qkv = t.q_size + 2 * t.kv_size
-        widths = [(t.hidden, qkv), (t.q_size, t.hidden), (t.hidden, 2 * t.intermediate), (t.intermediate, t.hidden), (t.hidden, t.vocab)]
-        found = [program for width, out in widths for program in few_rows_programs(width, out, dtype)]
-        found += Embedding.programs(t.vocab, t.hidden, dtype) + RmsNorm.programs(t.hidden, dtype) + AddRmsNorm.programs(t.hidden, dtype)
-        found += RopeKv.programs(t.heads, t.kv_heads, t.head_dim, dtype, t.qk_norm) + SwiGlu.programs(t.intermediate, dtype)
-        return found + Argmax.programs(t.vocab, dtype)
 
     def use_pages(self, page_tokens: int) -> None:
         """Makes attention for pages of ``page_tokens`` tokens. Raises ``KernelBuildError``."""
