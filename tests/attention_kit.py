@@ -118,7 +118,8 @@ class Case:
     def exact(self, sequence: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The answer for rows from ``first`` on in float64, and how far one of the run dtype may be from it: ``[rows, heads, d]``.
 
-        Weights are rounded before they multiply values and are added up, answers once more; float32 sums and exponents add little.
+        Weights are rounded before they multiply values and are added up, answers once more, each by up to half a unit in the last place
+        (2^-8 of a bfloat16); float32 sums and exponents add little.
         """
         kind, length = self.kind, self.lengths[sequence]
         pages = self.table[sequence, : -(-length // kind.page_tokens)].long()
@@ -131,7 +132,7 @@ class Case:
             seen &= key > row[:, None] - kind.window
         weight = score.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
         smallest = {torch.float16: 2.0**-25, torch.bfloat16: 0.0, torch.float32: 0.0}[q_dtype := self.q.dtype]
-        rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 * 0.51, torch.float32: 2.0**-23}[q_dtype]
+        rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}[q_dtype]
         size = torch.einsum("rhk,khd->rhd", weight, v.abs())
         below = torch.einsum("rk,khd->rhd", seen.double(), v.abs()) * smallest  # fp16 weights may have fewer digits
         return torch.einsum("rhk,khd->rhd", weight, v), (3 * rounding + 3e-5) * size + below
