@@ -5,8 +5,8 @@
 Decode: `--seqs` prompts of `--input-len` tokens at once, `--output-len` tokens each, greedy, nothing turned into text. Milliseconds
 are those between returns of `LLM.step` over the last 230 steps but 10, with two steps in flight: mean and median, of the middle one of
 three runs by the mean. Requests: so many of `--request-len` tokens in and `--request-out` out, all at once; tokens out over the seconds
-from the first submission to the last answer. Kernels: torch's profiler over 20 decode steps, which slows the host; times of kernels that
-overlap (programmatic launch) hold the wait for the one before.
+from the first submission to the last answer, `submit_s` of which handing them over took; prompts are drawn before. Kernels: torch's
+profiler over 20 decode steps, which slows the host; times of kernels that overlap (programmatic launch) hold the wait for the one before.
 """
 
 from __future__ import annotations
@@ -37,10 +37,15 @@ def drain(llm: LLM) -> list[float]:
     return np.diff(marks).tolist()
 
 
-def submit(llm: LLM, name: str, count: int, length: int, out: int, seed: int) -> None:
-    """Hands over ``count`` requests of random ids, no two of which share a beginning."""
+def prompts_of(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
+    """Random ids, no two prompts with a common beginning."""
+    return bench_load.random_prompts(count, length, llm.vocab_size, seed)
+
+
+def submit(llm: LLM, name: str, prompts: list[list[int]], out: int) -> None:
+    """Hands over one request of ``out`` tokens for each prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True, detokenize=False)
-    for i, prompt in enumerate(bench_load.random_prompts(count, length, llm.vocab_size, seed)):
+    for i, prompt in enumerate(prompts):
         llm.add_request(prompt, params, request_id=f"{name}.{i}")
 
 
@@ -48,7 +53,7 @@ def decode(llm: LLM, seqs: int, length: int, out: int) -> dict[str, Any]:
     """Milliseconds of a decode step with ``seqs`` sequences."""
     runs = []
     for run in range(_RUNS):
-        submit(llm, f"d{seqs}.{run}", seqs, length, out, seed=1000 * seqs + run)
+        submit(llm, f"d{seqs}.{run}", prompts_of(llm, seqs, length, seed=1000 * seqs + run), out)
         spent = drain(llm)
         steps = [1e3 * s for s in spent[-_TAIL - _END : -_END]]
         runs.append((statistics.fmean(steps), statistics.median(steps), 1e3 * sum(spent) / out))
@@ -57,10 +62,21 @@ def decode(llm: LLM, seqs: int, length: int, out: int) -> dict[str, Any]:
 
 
 def queue(llm: LLM, requests: int, length: int, out: int) -> dict[str, Any]:
-    """Tokens a second out of a queue."""
-    submit(llm, "q", requests, length, out, seed=7)
-    seconds = sum(drain(llm))
-    return {"requests": requests, "in": length, "out": out, "seconds": round(seconds, 2), "output_tok_s": round(requests * out / seconds)}
+    """Tokens a second out of a queue, counted from the first submission to the last answer."""
+    prompts = prompts_of(llm, requests, length, seed=7)
+    started = time.perf_counter()
+    submit(llm, "q", prompts, out)
+    submitted = time.perf_counter() - started
+    drain(llm)
+    seconds = time.perf_counter() - started
+    return {
+        "requests": requests,
+        "in": length,
+        "out": out,
+        "submit_s": round(submitted, 3),
+        "seconds": round(seconds, 2),
+        "output_tok_s": round(requests * out / seconds),
+    }
 
 
 def kernels(llm: LLM, seqs: int, length: int) -> list[dict[str, Any]]:
@@ -68,7 +84,7 @@ def kernels(llm: LLM, seqs: int, length: int) -> list[dict[str, Any]]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    submit(llm, f"k{seqs}", seqs, length, 4 * _PROFILED + seqs, seed=99)
+    submit(llm, f"k{seqs}", prompts_of(llm, seqs, length, seed=99), 4 * _PROFILED + seqs)
     for _ in range(2 * _PROFILED + seqs // 20):
         llm.step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -88,3 +90,29 @@ def test_ids_outside_the_vocabulary_are_named_with_their_place() -> None:
     for ids, says in (([0, 10], "token id 10 at position 1"), ([-1], "token id -1 at position 0"), ([True], "must be integers")):
         with pytest.raises(TokenOutOfRangeError, match=says):
             check_token_ids(ids, 10)
+
+
+def test_ids_of_any_integer_type_become_plain_ones_in_a_list_of_their_own() -> None:
+    given = [0, 9]
+    assert check_token_ids(given, 10) == given and check_token_ids(given, 10) is not given
+    found = check_token_ids([np.int64(3), np.uint8(4), 5], 10)
+    assert found == [3, 4, 5] and {type(i) for i in found} == {int}
+    assert check_token_ids(range(3), 10) == [0, 1, 2] and check_token_ids((), 10) == []
+
+
+def test_checking_ids_runs_no_python_code_for_each_of_them() -> None:
+    def calls(length: int) -> int:
+        ids, seen = [7] * length, 0
+
+        def count(*_: object) -> None:
+            nonlocal seen
+            seen += 1
+
+        sys.setprofile(count)
+        try:
+            check_token_ids(ids, 10)
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    assert calls(1000) == calls(1)

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
             for i in range(args.num_iters + 1):  # the first warms up
                 # Prompts differ from batch to batch, so that none hits the prefix cache of the one before.
                 prompts = bench_load.random_prompts(args.num_seqs, args.input_len, llm.vocab_size, seed + i)
-                batch = bench_load.timed_run(llm, prompts, args.output_len, f"batch{i}")
+                batch = bench_load.timed_run(llm, prompts, args.output_len, f"batch{i}", stream=True)
                 if not i:
                     bench_load.start_trace(args, llm)
                 else:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from deepinfer.llm import LLM
 
 COUNTING = (
-    "output tokens only; the clock runs from the first submission to the last answer; loading and one warm-up run are outside it; "
-    "prompts are random token ids, greedy, every answer runs to its full length"
+    "output tokens only; the clock runs from the first submission to the last answer; drawing prompts, loading and one warm-up run are "
+    "outside it; prompts are random token ids, greedy, every answer runs to its full length"
 )
 
 
 def add_load_options(parser: argparse.ArgumentParser, *, input_len: int, output_len: int, num_seqs: int) -> None:
     """Adds the options of the load, with a benchmark's own defaults, and the engine options."""
-    group = parser.add_argument_group("load")
+    group = parser.add_argument_group("load", f"How it is counted: {COUNTING}.")
     group.add_argument("--input-len", type=positive, default=input_len, metavar="N", help=f"tokens of a prompt (default: {input_len})")
     group.add_argument("--output-len", type=positive, default=output_len, metavar="N", help=f"tokens of an answer (default: {output_len})")
     group.add_argument("--num-seqs", type=positive, default=num_seqs, metavar="N", help=f"sequences running at once (default: {num_seqs})")
@@ -62,29 +62,47 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int, shared: 
 
 @dataclass
 class Timeline:
-    """When one request was submitted and when its tokens came, in seconds of ``time.perf_counter()``."""
+    """When one request was submitted and when its tokens came, in seconds of ``time.monotonic()``, which the engine counts in too.
+
+    ``gaps``: seconds between neighbouring tokens, of a request that was streamed.
+    """
 
     submitted: float
-    tokens: list[float] = field(default_factory=list)
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+    gaps: list[float] = field(default_factory=list)
 
     @property
     def first_token(self) -> float:
         """Seconds from submission to the first token."""
-        return self.tokens[0] - self.submitted
+        return self.first - self.submitted
 
     @property
     def total(self) -> float:
         """Seconds from submission to the last token."""
-        return self.tokens[-1] - self.submitted
+        return self.last - self.submitted
 
     @property
-    def gaps(self) -> list[float]:
-        """Seconds between neighbouring tokens."""
-        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)]
+    def mean_gap(self) -> float | None:
+        """Mean seconds between neighbouring tokens; ``None`` of an answer of one token."""
+        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+
+    def came(self, tokens: int, now: float) -> None:
+        """So many tokens are there now, those of before included."""
+        if new := tokens - self.tokens:
+            self.gaps += [now - self.last] if self.tokens else []
+            self.gaps += [0.0] * (new - 1)  # drafts that were accepted come with the token before them
+            self.first = self.first or now
+            self.last, self.tokens = now, tokens
 
 
-def timed_run(llm: LLM, prompts: Sequence[list[int]], output_len: int, name: str, bar: console.Progress | None = None) -> list[Timeline]:
+def timed_run(
+    llm: LLM, prompts: Sequence[list[int]], output_len: int, name: str, bar: console.Progress | None = None, *, stream: bool
+) -> list[Timeline]:
     """Submits all prompts at once and steps the engine until every answer is complete.
+
+    Without ``stream`` answers are read whole, and the time of a first token is the engine's own.
 
     Raises:
         RunError: an answer failed or is not ``output_len`` tokens long.
@@ -93,25 +111,28 @@ def timed_run(llm: LLM, prompts: Sequence[list[int]], output_len: int, name: str
     times: dict[str, Timeline] = {}
     for i, prompt in enumerate(prompts):
         request_id = f"{name}.{i}"
-        times[request_id] = Timeline(time.perf_counter())
-        llm.add_request(prompt, params, request_id=request_id, stream=True)
+        times[request_id] = Timeline(time.monotonic())
+        llm.add_request(prompt, params, request_id=request_id, stream=stream)
     running = len(times)
     while running:
         outputs = llm.step()
-        now = time.perf_counter()
+        now = time.monotonic()
         for output in outputs:
-            for answer in output.outputs:
-                if answer.finish_reason not in (None, "length"):
-                    raise console.RunError(f"a request of the benchmark ended early ({answer.finish_reason}): {answer.error}")
-                seen = times[output.request_id].tokens
-                seen += [now] * (len(answer.token_ids) - len(seen))  # outputs hold all tokens so far
+            seen = times[output.request_id]
+            (answer,) = output.outputs
+            if answer.finish_reason not in (None, "length"):
+                raise console.RunError(f"a request of the benchmark ended early ({answer.finish_reason}): {answer.error}")
+            if stream:
+                seen.came(len(answer.token_ids), now)
+            else:
+                seen.first, seen.last, seen.tokens = output.metrics.first_token_time, now, len(answer.token_ids)
             if output.finished:
                 running -= 1
                 if bar is not None:
                     bar.update(1)
-    short = [t for t in times.values() if len(t.tokens) != output_len]
+    short = [t for t in times.values() if t.tokens != output_len]
     if short:
-        raise console.RunError(f"an answer has {len(short[0].tokens)} tokens instead of {output_len}")
+        raise console.RunError(f"an answer has {short[0].tokens} tokens instead of {output_len}")
     return list(times.values())
 
 

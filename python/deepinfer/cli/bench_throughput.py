@@ -18,10 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_load.add_load_options(parser, input_len=128, output_len=64, num_seqs=8)
     parser.add_argument("--num-prompts", type=bench_load.positive, default=32, metavar="N", help="prompts in all (default: 32)")
     parser.add_argument("--shared-prefix-len", type=int, default=0, metavar="N", help="first tokens that all prompts share (default: 0)")
+    parser.add_argument("--stream", action="store_true", help="read every answer token by token, and tell of the times between them")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the load once and prints rates, time to first token and time between tokens."""
+    """Runs the load once and prints rates, time to first token and time a token."""
     if not 0 <= args.shared_prefix_len <= args.input_len:
         raise console.UserError(f"--shared-prefix-len must be between 0 and --input-len ({args.input_len})")
     engine = bench_load.engine_arguments(args)
@@ -30,34 +31,40 @@ def run(args: argparse.Namespace) -> int:
     with LLM(**engine) as llm:
         seed = args.seed or 0
         warm = bench_load.random_prompts(min(args.num_seqs, args.num_prompts), args.input_len, llm.vocab_size, seed + 1)
-        bench_load.timed_run(llm, warm, min(args.output_len, 4), "warm")
+        bench_load.timed_run(llm, warm, min(args.output_len, 4), "warm", stream=args.stream)
         bench_load.start_trace(args, llm)
         prompts = bench_load.random_prompts(args.num_prompts, args.input_len, llm.vocab_size, seed, args.shared_prefix_len)
         with console.progress(args.num_prompts, "bench", "prompt") as bar:
-            times = bench_load.timed_run(llm, prompts, args.output_len, "run", bar)
-        seconds = max(t.tokens[-1] for t in times) - min(t.submitted for t in times)
-        generated = sum(len(t.tokens) for t in times)
+            times = bench_load.timed_run(llm, prompts, args.output_len, "run", bar, stream=args.stream)
+        seconds = max(t.last for t in times) - min(t.submitted for t in times)
+        generated = sum(t.tokens for t in times)
         result = {
             "bench": "throughput",
             **bench_load.circumstances(args, llm),
             "num_prompts": args.num_prompts,
             "shared_prefix_len": args.shared_prefix_len,
+            "stream": args.stream,
             "seconds": round(seconds, 4),
             "output_tokens_per_second": round(generated / seconds, 2),
             "total_tokens_per_second": round((generated + args.num_prompts * args.input_len) / seconds, 2),
             "requests_per_second": round(args.num_prompts / seconds, 3),
         }
-    ttft = bench_load.spread([t.first_token for t in times])
-    itl = bench_load.spread([gap for t in times for gap in t.gaps])
+    figures = {
+        "ttft_ms": bench_load.spread([t.first_token for t in times]),
+        "tpot_ms": bench_load.spread([t.mean_gap for t in times if t.mean_gap is not None]),
+    }
+    if args.stream:
+        figures["itl_ms"] = bench_load.spread([gap for t in times for gap in t.gaps])
     if args.json:
-        console.print_json({**result, "ttft_ms": ttft, "itl_ms": itl})
+        console.print_json({**result, **figures})
         return console.EXIT_OK
+    between = f"{bench_load.milliseconds('time between tokens', figures['itl_ms'])}\n" if args.stream else ""
     console.write_out(
         f"{result['output_tokens_per_second']:.1f} output tok/s, {result['total_tokens_per_second']:.1f} tok/s with prompts, "
         f"{result['requests_per_second']:.2f} requests/s\n"
         f"{args.num_prompts} prompts of {args.input_len} tokens, {args.output_len} out, {args.num_seqs} at once, {seconds:.2f} s\n"
-        f"{bench_load.milliseconds('time to first token (waiting included)', ttft)}\n"
-        f"{bench_load.milliseconds('time between tokens', itl)}\n"
+        f"{bench_load.milliseconds('time to first token (waiting included)', figures['ttft_ms'])}\n"
+        f"{bench_load.milliseconds('time a token, mean of an answer', figures['tpot_ms'])}\n{between}"
         f"{result['machine']}; {result['dtype']}\n{bench_load.COUNTING}\n"
     )
     return console.EXIT_OK

@@ -200,7 +200,7 @@ class Engine(EngineHooks):
         rows = [RowSampling(p, seed, request.prompt_ids, eos, request.bad_word_ids, request.images) for seed in request.seeds]
         asked = 0 if self._store is None or made is not None else self._store.ask(len(request.prompt_ids), p.prompt_logprobs is not None)
         handles: list[int] = self._core.add(
-            request.prompt_ids + produced,
+            request.prompt_ids + produced if produced else request.prompt_ids,
             produced=len(produced),
             wait_kv=made is not None,
             user=user,

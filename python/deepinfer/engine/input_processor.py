@@ -222,8 +222,7 @@ class InputProcessor:
             raise InvalidRequestError(f"a prompt must be text, a list of token ids or a mapping, got {type(ids).__name__}")
         if not len(ids):
             raise EmptyPromptError("the prompt has no tokens; give at least one character or token id")
-        check_token_ids(ids, self.limits.vocab_size)
-        return text, [int(i) for i in ids]  # numpy's integers too
+        return text, check_token_ids(ids, self.limits.vocab_size)
 
     def _fit(self, ids: list[int], params: SamplingParams) -> list[int]:
         longest = self.limits.max_model_len
@@ -266,7 +265,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidRequestError(f"prompts must be text, token ids or a list of these, got {type(prompts).__name__}")
-    if prompts and all(isinstance(p, Integral) for p in prompts):
+    if prompts and (set(map(type, prompts)) == {int} or all(isinstance(p, Integral) for p in prompts)):  # the first is the quick one
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

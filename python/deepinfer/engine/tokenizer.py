@@ -189,13 +189,20 @@ class Tokenizer:
         return self._plain
 
 
-def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises TokenOutOfRangeError for the first id that is no integer in ``[0, vocab_size)``."""
+def check_token_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The ids as a list of its own of plain ints.
+
+    Raises:
+        TokenOutOfRangeError: one is no integer in ``[0, vocab_size)``; the message names the first.
+    """
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # nearly all prompts: no Python code for each id
+        return list(ids)
     for place, token in enumerate(ids):
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise TokenOutOfRangeError(f"token ids must be integers, got {token!r} at position {place}")
         if not 0 <= token < vocab_size:
             raise TokenOutOfRangeError(f"token id {token} at position {place} is outside the vocabulary of {vocab_size} tokens")
+    return [int(token) for token in ids]  # numpy's integers
 
 
 def _check_text(text: str) -> None:
