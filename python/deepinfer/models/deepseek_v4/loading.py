@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from ...errors import CheckpointError
-from ..loaders.source import WeightSource
+from ..loaders.source import WeightSource, reads_ahead
 from .containers import table_name
 from .topology import DeepseekV4Topology
 
@@ -37,7 +37,7 @@ class ReleasedNames:
     """A source under the release's names, whichever of the two its checkpoint has; ``CheckpointError`` for a tensor that is there twice."""
 
     def __init__(self, source: WeightSource) -> None:
-        self._source = source
+        self._source, self.reads_ahead = source, reads_ahead(source)
         self._stored: dict[str, str] = {}
         for name in source.names():
             other = self._stored.setdefault(released_name(name), name)
@@ -69,6 +69,7 @@ class WithTables:
 
     def __init__(self, source: WeightSource, topology: DeepseekV4Topology, seed: int | None = None) -> None:
         self._source, self._experts, self._seed = source, topology.moe.experts, seed
+        self.reads_ahead = reads_ahead(source)
         self._tables = {table_name(plan) for plan in topology.layers if plan.hashed}
 
     def names(self) -> Iterable[str]:

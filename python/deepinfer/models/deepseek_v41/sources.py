@@ -96,6 +96,7 @@ class ReleasedSource(_Listed):
         """
         super().__init__(topology, keep_packed)
         self._device = torch.device(device)
+        self.reads_ahead = self._device.type == "cpu"  # what is decoded on a GPU takes the room of its weights
         self._stored = SafetensorsSource(files)
         found = {name: (self._stored.dtypes[name], self._stored.shape(name)) for name in self._stored.names()}
         check_tensors(checkpoint_parameters(topology), found, str(files[0].parent), partial(explain, topology=topology))

@@ -11,6 +11,8 @@ import torch
 class DummySource:
     """Normal weights of deviation ``1/sqrt(in)``, norms one, biases small; each tensor depends on (seed, name) only."""
 
+    reads_ahead = True
+
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
         self._shapes, self._seed = dict(shapes), seed
 
@@ -31,7 +33,7 @@ class DummySource:
         digest = hashlib.sha256(f"{self._seed}\0{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
         deviation = shape[-1] ** -0.5 if len(shape) > 1 else 0.02
-        return torch.randn(shape, generator=generator) * deviation
+        return torch.randn(shape, generator=generator).mul_(deviation)
 
     def where(self, name: str) -> str:
         """See ``WeightSource``."""

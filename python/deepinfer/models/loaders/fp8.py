@@ -27,6 +27,8 @@ _KNOWN_FIELDS = {
 class Fp8Source:
     """A ``WeightSource`` over safetensors whose linear weights are FP8."""
 
+    reads_ahead = True
+
     def __init__(self, stored: SafetensorsSource, quantization: Mapping[str, Any]) -> None:
         unknown = sorted(name for name, value in quantization.items() if name not in _KNOWN_FIELDS and value not in (None, False, [], {}))
         if unknown:

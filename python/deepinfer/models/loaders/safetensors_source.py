@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,8 @@ def tensor_spans(path: Path) -> list[tuple[int, int]]:
 class SafetensorsSource:
     """Tensors of several safetensors files; a name in two files or missing from the file the index names is an error."""
 
+    reads_ahead = True
+
     def __init__(self, files: Sequence[Path]) -> None:
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -147,6 +150,7 @@ class SafetensorsSource:
                 if self._files.get(name) != self._directory / file:
                     raise CheckpointError(f"tensor {name!r} is missing from {self._directory / file}, {_INDEX} lists it")
         self._open: dict[Path, Any] = {}
+        self._opening = Lock()
         self._maps: dict[Path, np.ndarray] = {}
 
     def names(self) -> Iterable[str]:
@@ -161,8 +165,9 @@ class SafetensorsSource:
         """The tensor as stored."""
         path = self._files[name]
         try:
-            if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt")
+            with self._opening:
+                if path not in self._open:
+                    self._open[path] = safe_open(path, framework="pt")
             tensor: torch.Tensor = self._open[path].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"tensor {name!r} cannot be read from {path}: {error}") from error

@@ -12,6 +12,7 @@ import torch
 from ...errors import CheckpointError, UnsupportedFormatError
 from ..base import Fillable
 from ..contract import check_shapes
+from .ahead import read_ahead, room_ahead
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total) of loaded parameters, after each tensor."""
@@ -33,7 +34,10 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class WeightSource(Protocol):
-    """Tensors of a checkpoint under the names of the ``transformers`` layout."""
+    """Tensors of a checkpoint under the names of the ``transformers`` layout.
+
+    A source that has ``reads_ahead`` set is read from several threads at once, each for another tensor, ahead of where they are put.
+    """
 
     def names(self) -> Iterable[str]:
         """Every tensor in the checkpoint."""
@@ -46,6 +50,11 @@ class WeightSource(Protocol):
 
     def where(self, name: str) -> str:
         """File that holds (or should hold) the tensor, for messages."""
+
+
+def reads_ahead(source: WeightSource) -> bool:
+    """Whether several threads may read from it."""
+    return bool(getattr(source, "reads_ahead", False))
 
 
 def refuse_marked(names: Iterable[str]) -> None:
@@ -111,16 +120,27 @@ def fill(model: Fillable, source: WeightSource, progress: Progress | None = None
     not what the model declares.
     """
     wanted = check_names(model, source)
-    total = sum(model.parameter(name).nbytes for name in wanted)
-    done = 0
-    for name in wanted:
-        place = model.parameter(name)
-        tensor = source.read(name)
+    places = {name: model.parameter(name) for name in wanted}
+
+    def read(name: str) -> torch.Tensor | None:
+        """Puts a tensor in its place if that is in host memory; gives it in the place's dtype if it has yet to go to a device."""
+        place, tensor = places[name], source.read(name)
         if not tensor.is_floating_point() and tensor.dtype != place.dtype:
             raise CheckpointError(f"tensor {name!r} in {source.where(name)} has dtype {tensor.dtype}, expected a float type")
         _check_numbers(name, tensor, place.dtype, source)
+        if place.device.type != "cpu":
+            return tensor.to(place.dtype)
         place.copy_(tensor)
-        done += place.nbytes
+        return None
+
+    sizes = {name: 4 * place.numel() for name, place in places.items()}  # many sources expand to float32
+    total = sum(place.nbytes for place in places.values())
+    done = 0
+    threads = torch.get_num_threads() if reads_ahead(source) else 1
+    for name, tensor in read_ahead(sizes, read, threads, room_ahead()):
+        if tensor is not None:
+            places[name].copy_(tensor)
+        done += places[name].nbytes
         if progress is not None:
             progress(done, total)
     model.finish_loading()
