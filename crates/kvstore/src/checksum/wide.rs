@@ -4,9 +4,9 @@
 //! in registers, the swapped words of a block are added up apart and swapped once.
 
 use std::arch::x86_64::{
-    __m512i, _mm512_add_epi64, _mm512_loadu_si512, _mm512_mul_epu32, _mm512_set1_epi64, _mm512_setzero_si512,
-    _mm512_shuffle_epi32, _mm512_slli_epi64, _mm512_srli_epi64, _mm512_storeu_si512, _mm512_ternarylogic_epi64,
-    _mm512_xor_si512,
+    __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_epi64, _mm512_loadu_si512, _mm512_mul_epu32, _mm512_set1_epi64,
+    _mm512_setzero_si512, _mm512_shuffle_epi32, _mm512_slli_epi64, _mm512_srli_epi64, _mm512_storeu_si512,
+    _mm512_ternarylogic_epi64, _mm512_xor_si512,
 };
 
 /// Shorter inputs are summed in other ways.
@@ -15,6 +15,10 @@ pub(super) const LEAST: usize = 1024;
 const STRIPE: usize = 64;
 const STRIPES: usize = 16;
 const BLOCK: usize = STRIPE * STRIPES;
+
+/// Bytes fetched ahead: what was read first has left the nearest caches by the time the last of it is there, and the processor's own
+/// fetching is late at this speed (1.4 MB behind its copy: 0.82 of the copy alone, 0.81 without).
+const AHEAD: usize = 2 * BLOCK;
 
 const PRIME32: [u64; 3] = [0x9e37_79b1, 0x85eb_ca77, 0xc2b2_ae3d];
 const PRIME64: [u64; 5] =
@@ -120,6 +124,8 @@ pub(super) fn checksum(bytes: &[u8]) -> u64 {
         let (mut products, mut words) = (_mm512_setzero_si512(), _mm512_setzero_si512());
         let (stripes, _) = block.as_chunks::<STRIPE>();
         for at in 0..STRIPES {
+            // SAFETY: a hint reads nothing, wherever it points.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(block.as_ptr().wrapping_add(AHEAD + STRIPE * at).cast()) };
             let data = load(&stripes[at]);
             products = _mm512_add_epi64(products, product(data, keys[at]));
             words = _mm512_add_epi64(words, data);
