@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from cli.running import TIMEOUT, needs_smollm2, run, start
 from cli.test_bad_input import write_config
+from deepinfer.cli import bench_load
 
 pytestmark = needs_smollm2
 MODEL = ("--model", "smollm2", "--device", "cpu")
@@ -198,6 +200,30 @@ def test_bench_measures_a_model_of_which_only_the_configuration_exists(kind: str
     else:
         assert value["latency_ms"]["p50"] >= value["ttft_ms"]["p50"]
         assert value["decode_tokens_per_second"] > 0
+
+
+def test_bench_with_requests_that_arrive_one_after_the_other(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "m")
+    load = ("--input-len", "40", "--output-len", "3", "--num-seqs", "4", "--num-prompts", "12", "--shared-prefix-len", "32")
+    arriving = ("--request-rate", "40", "--shared-share", "0.5")
+    result = run("bench", "throughput", "--model", model, "--load-format", "dummy", "--device", "cpu", "--json", *load, *arriving)
+    assert (result.returncode, result.stderr) == (0, b"")
+    value = json.loads(result.stdout)
+    assert (value["request_rate"], value["shared_share"]) == (40, 0.5)
+    last = bench_load.arrivals(12, 40.0, 0)[-1]
+    assert last < value["seconds"] + bench_load.arrivals(12, 40.0, 0)[0] and value["ttft_ms"]["p50"] > 0
+
+
+def test_arrivals_and_shared_beginnings_of_a_load() -> None:
+    times = bench_load.arrivals(4000, 8.0, 3)
+    gaps = [b - a for a, b in pairwise([0.0, *times])]
+    assert times == bench_load.arrivals(4000, 8.0, 3) and min(gaps) > 0
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 8, rel=0.06) and sum(g > mean for g in gaps) / len(gaps) == pytest.approx(0.368, abs=0.03)
+    prompts = bench_load.random_prompts(9, 30, 1000, 5, shared=20, share=0.5)
+    begun = [prompt[:20] == prompts[1][:20] for prompt in prompts]
+    assert begun == [False, True] * 4 + [False] and {len(p) for p in prompts} == {30}
+    assert len({tuple(p[20:]) for p in prompts}) == 9
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

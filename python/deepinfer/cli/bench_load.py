@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.cli import console, machine, options
@@ -53,11 +54,18 @@ def start_trace(args: argparse.Namespace, llm: LLM) -> None:
         llm.trace(args.trace)
 
 
-def random_prompts(count: int, length: int, vocab_size: int, seed: int, shared: int = 0) -> list[list[int]]:
-    """``count`` prompts of ``length`` ids, the first ``shared`` of them the same in all; the same for the same seed."""
+def random_prompts(count: int, length: int, vocab_size: int, seed: int, shared: int = 0, share: float = 1.0) -> list[list[int]]:
+    """``count`` prompts of ``length`` ids, the same for a seed; a ``share`` of them, spread evenly, begins with the same ``shared``."""
     draw = random.Random(seed)
     head = [draw.randrange(vocab_size) for _ in range(shared)]
-    return [head + [draw.randrange(vocab_size) for _ in range(length - shared)] for _ in range(count)]
+    heads = [head if int((i + 1) * share) > int(i * share) else [] for i in range(count)]
+    return [first + [draw.randrange(vocab_size) for _ in range(length - len(first))] for first in heads]
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds after the start at which ``count`` requests arrive, independent of each other, ``rate`` a second in the mean."""
+    draw = random.Random(seed)
+    return list(accumulate(draw.expovariate(rate) for _ in range(count)))
 
 
 @dataclass
@@ -98,23 +106,36 @@ class Timeline:
 
 
 def timed_run(
-    llm: LLM, prompts: Sequence[list[int]], output_len: int, name: str, bar: console.Progress | None = None, *, stream: bool
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    output_len: int,
+    name: str,
+    bar: console.Progress | None = None,
+    *,
+    stream: bool,
+    arriving: Sequence[float] = (),
 ) -> list[Timeline]:
-    """Submits all prompts at once and steps the engine until every answer is complete.
+    """Submits prompts, all at once or as they arrive, and steps the engine until every answer is complete.
 
-    Without ``stream`` answers are read whole, and the time of a first token is the engine's own.
+    Without ``stream`` answers are read whole, and the time of a first token is the engine's own. ``arriving``: seconds after the start,
+    ascending, one for each prompt; a request counts from its arrival, whenever the engine, which takes requests between steps, got to it.
 
     Raises:
         RunError: an answer failed or is not ``output_len`` tokens long.
     """
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     times: dict[str, Timeline] = {}
-    for i, prompt in enumerate(prompts):
-        request_id = f"{name}.{i}"
-        times[request_id] = Timeline(time.monotonic())
-        llm.add_request(prompt, params, request_id=request_id, stream=stream)
-    running = len(times)
-    while running:
+    start = time.monotonic()
+    running = 0
+    while running or len(times) < len(prompts):
+        while (i := len(times)) < len(prompts) and (not arriving or start + arriving[i] <= time.monotonic()):
+            request_id = f"{name}.{i}"
+            times[request_id] = Timeline(start + arriving[i] if arriving else time.monotonic())
+            llm.add_request(prompts[i], params, request_id=request_id, stream=stream)
+            running += 1
+        if not running:
+            time.sleep(max(0.0, start + arriving[len(times)] - time.monotonic()))
+            continue
         outputs = llm.step()
         now = time.monotonic()
         for output in outputs:
