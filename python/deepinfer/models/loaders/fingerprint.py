@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ...errors import CheckpointError
-from .gguf_file import open_gguf
 from .safetensors_source import tensor_spans
 
 _WHOLE = 64 << 10
@@ -48,6 +47,8 @@ def fingerprint(weights: Sequence[Path], beside: Iterable[Path]) -> str:
 def _spans(path: Path) -> list[Span]:
     """First byte and length of the header and of each tensor, in the file's order."""
     if path.suffix == ".gguf":
+        from .gguf_file import open_gguf
+
         spans = sorted((int(tensor.data_offset), int(tensor.n_bytes)) for tensor in open_gguf(path).tensors)
     else:
         spans = tensor_spans(path)

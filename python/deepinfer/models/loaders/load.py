@@ -12,7 +12,6 @@ from ..contract import check_model
 from ..registry import resolve_architecture
 from .dummy import DummySource
 from .fp8 import Fp8Source
-from .gguf_source import GgufSource
 from .resolved import ResolvedModel
 from .safetensors_source import SafetensorsSource
 from .source import Progress, WeightSource, fill
@@ -61,6 +60,8 @@ def _source(source: ResolvedModel, load_format: str, seed: int, model: LoadableM
     if found == "dummy":
         return DummySource(model.parameter_shapes(), seed)
     if found == "gguf":
+        from .gguf_source import GgufSource
+
         return GgufSource(source.weight_files, source.config)
     stored = SafetensorsSource(source.weight_files)
     return Fp8Source(stored, source.config["quantization_config"]) if found == "fp8" else stored

@@ -11,7 +11,6 @@ from ...errors import CheckpointError, ModelNotFoundError, UnsupportedFormatErro
 from ..config import FOREIGN_FORMATS, read_json, refuse_foreign_format, refuse_remote_code
 from ..registry import architecture_of, known_architectures
 from .gguf_config import config_from_metadata, generation_from_metadata
-from .gguf_file import gguf_parts, metadata, open_gguf
 from .resolved import ResolvedModel, TokenizerSource
 from .safetensors_source import find_safetensors
 
@@ -34,6 +33,8 @@ def _alias(name: str) -> Path:
 
 
 def _from_gguf(name: str, path: Path, model_id: str | None = None, commit: str | None = None) -> ResolvedModel:
+    from .gguf_file import gguf_parts, metadata, open_gguf  # the library behind it is for those who have such files
+
     parts = gguf_parts(path)
     reader = open_gguf(parts[0])
     meta = metadata(reader)
@@ -90,6 +91,8 @@ def _from_directory(name: str, directory: Path, model_id: str | None = None, com
     config_file = directory / "config.json"
     _refuse_directory(directory)
     if not config_file.is_file():
+        from .gguf_file import gguf_parts
+
         ggufs = sorted(directory.glob("*.gguf"))
         if len(gguf_groups := {gguf_parts(file)[0] for file in ggufs}) == 1:
             return _from_gguf(name, gguf_groups.pop(), model_id, commit)
