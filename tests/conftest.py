@@ -8,6 +8,8 @@ import signal
 import pytest
 import torch
 
+from deepinfer.platforms.cuda import NO_WORKSPACE
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the tests that run a model: cpu, cuda or cuda:N")
@@ -16,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available():
         # Before CUDA starts: some tests touch it before the first engine does.
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+        os.environ.update(NO_WORKSPACE)
     os.environ.setdefault("DEEPINFER_QUIET", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it for what it starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)

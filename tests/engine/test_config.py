@@ -120,11 +120,9 @@ def test_the_arithmetic_of_a_processor_names_library_and_instructions() -> None:
 
 @pytest.mark.gpu
 def test_cuda_numerics_are_set_before_a_model_runs() -> None:
-    import os
-
     p = get_platform("cuda")
     p.prepare(None)
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0" and os.environ["CUBLASLT_WORKSPACE_SIZE"] == "0"
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     assert 0 < p.memory_available() <= p.memory_total()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from deepinfer.errors import ConfigError
 from deepinfer.platforms import check_visible_devices, get_platform, host_memory
 from deepinfer.platforms.cpu import CpuPlatform
-from deepinfer.platforms.cuda import CudaPlatform
+from deepinfer.platforms.cuda import NO_WORKSPACE, CudaPlatform
 from deepinfer.platforms.host_memory import register_host, unregister_host
 from deepinfer.platforms.targets import DEFAULT_TARGET, set_default_target
 from deepinfer.platforms.visible import ASCEND, CONTAINER, CUDA
@@ -99,6 +100,39 @@ def test_streams_have_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(device) or SimpleNamespace(cuda_stream=77))
     assert CudaPlatform(1).stream_handle() == 77 and asked == [torch.device("cuda", 1)]
     assert CpuPlatform().stream_handle() == 0
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """A GPU that can be prepared for; the function says whether CUDA has started. What is set of the process is put back."""
+    started = False
+
+    def start(value: bool) -> None:
+        nonlocal started
+        started = value
+
+    for name in (*NO_WORKSPACE, DEFAULT_TARGET):
+        monkeypatch.setenv(name, "")  # noted, and put back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    yield start
+
+
+def test_cublas_gets_no_workspace_before_cuda_starts(fake_gpu: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "4096")  # somebody's own value, which would cost invariance
+    CudaPlatform().prepare(None)
+    assert {name: os.environ[name] for name in NO_WORKSPACE} == NO_WORKSPACE == {
+        "CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0",
+    }  # fmt: skip
+    fake_gpu(True)
+    CudaPlatform().prepare(None)
+    for name in NO_WORKSPACE:
+        with monkeypatch.context() as other:
+            other.setenv(name, "64")
+            with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 and CUBLASLT_WORKSPACE_SIZE=0, which batch invariance"):
+                CudaPlatform().prepare(None)
 
 
 class FakeDriver:

@@ -9,7 +9,9 @@ import torch
 from deepinfer.errors import ConfigError
 from deepinfer.platforms.targets import set_default_target
 
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
+"""Variables under which cuBLAS has no room for another order of additions, and their values: the second, in KiB, is of products with a
+bias, for which torch wants a share of the first."""
 
 
 class CudaPlatform:
@@ -51,13 +53,13 @@ class CudaPlatform:
         Raises:
             ConfigError: CUDA has already started in this process with another workspace setting.
         """
-        wanted = ":0:0"
-        if torch.cuda.is_initialized() and os.environ.get(_WORKSPACE) != wanted:
+        if torch.cuda.is_initialized() and any(os.environ.get(name) != value for name, value in NO_WORKSPACE.items()):
+            wanted = " and ".join(f"{name}={value}" for name, value in NO_WORKSPACE.items())
             raise ConfigError(
-                f"CUDA was started in this process before the engine could set {_WORKSPACE}={wanted}, which batch invariance needs; "
-                f"create the engine first, or start the process with {_WORKSPACE}={wanted}"
+                f"CUDA was started in this process before the engine could set {wanted}, which batch invariance needs; "
+                "create the engine first, or start the process with them"
             )
-        os.environ[_WORKSPACE] = wanted
+        os.environ.update(NO_WORKSPACE)
         if num_threads is not None and num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
         torch.backends.cuda.matmul.allow_tf32 = False
