@@ -112,14 +112,15 @@ def check_machine_code(program: Program, folder: Path) -> None:
     assert store.find(program) == built
 
 
-def read_before_waiting(program: Program) -> set[str]:
-    """Parameters that ``program`` names before it waits for the kernel before. Fails unless it lets the next one start first and waits."""
+def read_before_waiting(program: Program, late: bool = False) -> set[str]:
+    """Parameters that ``program`` names before it waits for the kernel before. Fails unless it lets the next one start first (``late``:
+    not before it has waited) and waits."""
     found = lowered(program)
     body = found.source[found.source.rindex(f"{found.entry}(") :]
     head, body = body.split("{", 1)
     assert "__restrict__" not in head, "a read through such a pointer may move over the wait"
-    before, _ = body.split("cudaGridDependencySynchronize();")
-    assert "cudaTriggerProgrammaticLaunchCompletion();" in before
+    before, behind = body.split("cudaGridDependencySynchronize();")
+    assert [part.count("cudaTriggerProgrammaticLaunchCompletion();") for part in (before, behind)] == [not late, late]
     return {name for name, kind in found.args if kind == "ptr" and re.search(rf"(?<![.\w]){name}\b", before)}
 
 

@@ -278,9 +278,9 @@ def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_
             next_tile = T.alloc_var("int32")
             next_last = T.alloc_var("int32")
             next_row = T.alloc_var("int64")
+            old = T.alloc_var("int32")
             let_next_start(d)
             T.fill(ones, 1)
-            wait_for_previous(d)
             split = block % splits
             unit = block // splits
             last = T.cast(position[unit // kv_heads], "int32")
@@ -302,10 +302,25 @@ def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_
                     todo = todo - (per_segment - 1 - last // keys % per_segment)
             later_last = T.cast(position[T.min(unit + blocks, rows * kv_heads - 1) // kv_heads], "int32")
             next_unit = unit
-            next_tile = tile - 1
+            next_tile = tile
             next_last = last
             next_row = table_row[unit // kv_heads]
+            # The kernel ahead writes the newest key of each row; a tile without it is there already.
+            old = 0
+            if todo > 0 and tile * keys + keys <= last:
+                old = 1
+                fetch(k, ring, table, next_row, tile, last, unit % kv_heads, 0)
+                fetch(v, ring, table, next_row, tile, last, unit % kv_heads, 1)
+            wait_for_previous(d)
             if todo > 0:
+                if old == 0:
+                    fetch(k, ring, table, next_row, tile, last, unit % kv_heads, 0)
+                    fetch(v, ring, table, next_row, tile, last, unit % kv_heads, 1)
+                T.async_copy(
+                    q[unit // kv_heads, unit % kv_heads * group : unit % kv_heads * group + group, :],
+                    q_s[0, 0:group, :],
+                    coalesced_width=8,  # an equal share for every thread may be less than a copy can be
+                )
                 if splits == 1:
                     T.fill(total, 0)
                     T.fill(total_sum, 0)
@@ -313,15 +328,14 @@ def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_
                 T.fill(part, 0)
                 T.fill(part_sum, 0)
                 T.fill(part_top, _LOWEST)
-                # Items 0, 1, 2, … are keys, values, keys, …; item i lies in place i % 3. Before step n (of item n) items up to n + 1 have
-                # been asked for: steps -2, -1 ask for the first two. Even steps work on scores, odd ones on values.
-                for step in T.serial(2 * todo + 2):
-                    # at step `step` item `step` is asked for, and item `step - 2` worked on
+                # Items 0, 1, 2, … are keys, values, keys, …; item i lies in place i % 3. At step n item n is asked for and item n - 2
+                # worked on; the first two have been asked for. Even steps work on scores, odd ones on values.
+                for step in T.serial(2, 2 * todo + 2):
                     if step % 2 == 0:
                         if step < 2 * todo:
                             next_tile = next_tile + 1
                             if splits > 1:
-                                if step > 0 and next_tile % per_segment == 0:
+                                if next_tile % per_segment == 0:
                                     next_tile = next_tile + (splits - 1) * per_segment
                             else:
                                 if next_tile > next_last // keys:
@@ -335,113 +349,110 @@ def decode_attention(d: Dialect, heads: int, kv_heads: int, head_dim: int, page_
                             T.async_copy(
                                 q[next_unit // kv_heads, next_unit % kv_heads * group : next_unit % kv_heads * group + group, :],
                                 q_s[step // 2 % 2, 0:group, :],
-                                coalesced_width=8,  # an equal share for every thread may be less than a copy can be
+                                coalesced_width=8,
                             )
                         else:
                             for _ in T.unroll(copies + 1):
                                 T.ptx_commit_group()
-                        if step >= 2:
+                        if step == 2:
+                            T.ptx_wait_group(copies + 1)  # the first queries are asked for behind the first values
+                        else:
                             T.ptx_wait_group(behind)
-                            T.sync_threads()
-                            T.clear(score)
-                            T.gemm(
-                                ring[(step - 2) % 3, :, :],
-                                q_s[(step // 2 - 1) % 2, :, :],
-                                score,
-                                transpose_B=True,
-                                policy=T.GemmWarpPolicy.FullRow,
-                            )
-                            for i, j in T.Parallel(keys, queries):
-                                if window > 0:
-                                    score[i, j] = T.if_then_else(
-                                        tile * keys + i <= last and tile * keys + i > last - window, score[i, j] * log2_scale, _LOWEST
-                                    )
-                                else:
-                                    score[i, j] = T.if_then_else(tile * keys + i <= last, score[i, j] * log2_scale, _LOWEST)
-                            T.reduce_max(score, newer, dim=0, clear=True)
-                            for j in T.Parallel(queries):
-                                newer[j] = T.max(newer[j], part_top[j])
-                                keep[j] = T.exp2(part_top[j] - newer[j])
-                                part_top[j] = newer[j]
-                            for i, j in T.Parallel(keys, queries):
-                                w_s[i, j] = T.cast(T.exp2(score[i, j] - part_top[j]), dtype)
-                            for i, j in T.Parallel(head_dim, queries):
-                                part[i, j] = part[i, j] * keep[j]
-                            for i, j in T.Parallel(64, queries):
-                                part_sum[i, j] = part_sum[i, j] * keep[j]
-                            T.sync_threads()
+                        T.sync_threads()
+                        T.clear(score)
+                        T.gemm(
+                            ring[(step - 2) % 3, :, :],
+                            q_s[(step // 2 - 1) % 2, :, :],
+                            score,
+                            transpose_B=True,
+                            policy=T.GemmWarpPolicy.FullRow,
+                        )
+                        for i, j in T.Parallel(keys, queries):
+                            if window > 0:
+                                score[i, j] = T.if_then_else(
+                                    tile * keys + i <= last and tile * keys + i > last - window, score[i, j] * log2_scale, _LOWEST
+                                )
+                            else:
+                                score[i, j] = T.if_then_else(tile * keys + i <= last, score[i, j] * log2_scale, _LOWEST)
+                        T.reduce_max(score, newer, dim=0, clear=True)
+                        for j in T.Parallel(queries):
+                            newer[j] = T.max(newer[j], part_top[j])
+                            keep[j] = T.exp2(part_top[j] - newer[j])
+                            part_top[j] = newer[j]
+                        for i, j in T.Parallel(keys, queries):
+                            w_s[i, j] = T.cast(T.exp2(score[i, j] - part_top[j]), dtype)
+                        for i, j in T.Parallel(head_dim, queries):
+                            part[i, j] = part[i, j] * keep[j]
+                        for i, j in T.Parallel(64, queries):
+                            part_sum[i, j] = part_sum[i, j] * keep[j]
+                        T.sync_threads()
                     else:
                         if step < 2 * todo:
                             fetch(v, ring, table, next_row, next_tile, next_last, next_unit % kv_heads, step % 3)
                         else:
                             for _ in T.unroll(copies):
                                 T.ptx_commit_group()
-                        if step >= 3:
-                            T.ptx_wait_group(behind)
+                        T.ptx_wait_group(behind)
+                        T.sync_threads()
+                        if last < tile * keys + keys - 1:
+                            # what lies behind the newest key may be anything, and zero times NaN is NaN
+                            for i, j in T.Parallel(keys, head_dim):
+                                ring[(step - 2) % 3, i, j] = T.if_then_else(
+                                    tile * keys + i > last, T.cast(0, dtype), ring[(step - 2) % 3, i, j]
+                                )
                             T.sync_threads()
-                            if last < tile * keys + keys - 1:
-                                # what lies behind the newest key may be anything, and zero times NaN is NaN
-                                for i, j in T.Parallel(keys, head_dim):
-                                    ring[(step - 2) % 3, i, j] = T.if_then_else(
-                                        tile * keys + i > last, T.cast(0, dtype), ring[(step - 2) % 3, i, j]
-                                    )
-                                T.sync_threads()
-                            T.gemm(ring[(step - 2) % 3, :, :], w_s, part, transpose_A=True, policy=T.GemmWarpPolicy.FullRow)
-                            T.gemm(ones, w_s, part_sum, policy=T.GemmWarpPolicy.FullRow)
-                            if tile % per_segment == per_segment - 1 or tile == last // keys:
-                                if splits > 1:
-                                    for i, j in T.Parallel(head_dim, queries):
-                                        if j < group:
-                                            part_value[unit // kv_heads, unit % kv_heads * group + j, tile // per_segment, i] = part[i, j]
-                                    for j in T.Parallel(queries):
-                                        if j < group:
-                                            part_scale[0, unit // kv_heads, unit % kv_heads * group + j, tile // per_segment] = part_top[j]
-                                    for i, j in T.Parallel(64, queries):
-                                        if i == 0 and j < group:
-                                            part_scale[1, unit // kv_heads, unit % kv_heads * group + j, tile // per_segment] = part_sum[
-                                                i, j
-                                            ]
-                                else:
-                                    for j in T.Parallel(queries):
-                                        newer[j] = T.max(top[j], part_top[j])
-                                        keep[j] = T.exp2(top[j] - newer[j])
-                                        take[j] = T.exp2(part_top[j] - newer[j])
-                                        top[j] = newer[j]
-                                    for i, j in T.Parallel(head_dim, queries):
-                                        total[i, j] = total[i, j] * keep[j] + part[i, j] * take[j]
-                                    for i, j in T.Parallel(64, queries):
-                                        total_sum[i, j] = total_sum[i, j] * keep[j] + part_sum[i, j] * take[j]
-                                for j in T.Parallel(queries):
-                                    part_top[j] = _LOWEST
-                                T.fill(part, 0)
-                                T.fill(part_sum, 0)
+                        T.gemm(ring[(step - 2) % 3, :, :], w_s, part, transpose_A=True, policy=T.GemmWarpPolicy.FullRow)
+                        T.gemm(ones, w_s, part_sum, policy=T.GemmWarpPolicy.FullRow)
+                        if tile % per_segment == per_segment - 1 or tile == last // keys:
                             if splits > 1:
-                                tile = tile + 1
-                                if tile % per_segment == 0:
-                                    tile = tile + (splits - 1) * per_segment
+                                for i, j in T.Parallel(head_dim, queries):
+                                    if j < group:
+                                        part_value[unit // kv_heads, unit % kv_heads * group + j, tile // per_segment, i] = part[i, j]
+                                for j in T.Parallel(queries):
+                                    if j < group:
+                                        part_scale[0, unit // kv_heads, unit % kv_heads * group + j, tile // per_segment] = part_top[j]
+                                for i, j in T.Parallel(64, queries):
+                                    if i == 0 and j < group:
+                                        part_scale[1, unit // kv_heads, unit % kv_heads * group + j, tile // per_segment] = part_sum[i, j]
                             else:
-                                if tile == last // keys:
-                                    for i, j in T.Parallel(64, queries):
-                                        if i == 0:
-                                            sum_s[j] = 1.0 / total_sum[i, j]
-                                    T.sync_threads()
-                                    for i, j in T.Parallel(head_dim, queries):
-                                        if j < group:
-                                            out[unit // kv_heads, unit % kv_heads * group + j, i] = T.cast(
-                                                total[i, j] * sum_s[j] + 0.0, dtype
-                                            )
-                                    T.fill(total, 0)
-                                    T.fill(total_sum, 0)
-                                    T.fill(top, _LOWEST)
-                                    unit = unit + blocks
-                                    last = later_last
-                                    later_last = T.cast(position[T.min(unit + blocks, rows * kv_heads - 1) // kv_heads], "int32")
-                                    tile = 0
-                                    if window > 0:
-                                        tile = T.max(last - (window - 1), 0) // SEGMENT * per_segment
-                                else:
-                                    tile = tile + 1
-                            T.sync_threads()
+                                for j in T.Parallel(queries):
+                                    newer[j] = T.max(top[j], part_top[j])
+                                    keep[j] = T.exp2(top[j] - newer[j])
+                                    take[j] = T.exp2(part_top[j] - newer[j])
+                                    top[j] = newer[j]
+                                for i, j in T.Parallel(head_dim, queries):
+                                    total[i, j] = total[i, j] * keep[j] + part[i, j] * take[j]
+                                for i, j in T.Parallel(64, queries):
+                                    total_sum[i, j] = total_sum[i, j] * keep[j] + part_sum[i, j] * take[j]
+                            for j in T.Parallel(queries):
+                                part_top[j] = _LOWEST
+                            T.fill(part, 0)
+                            T.fill(part_sum, 0)
+                        if splits > 1:
+                            tile = tile + 1
+                            if tile % per_segment == 0:
+                                tile = tile + (splits - 1) * per_segment
+                        else:
+                            if tile == last // keys:
+                                for i, j in T.Parallel(64, queries):
+                                    if i == 0:
+                                        sum_s[j] = 1.0 / total_sum[i, j]
+                                T.sync_threads()
+                                for i, j in T.Parallel(head_dim, queries):
+                                    if j < group:
+                                        out[unit // kv_heads, unit % kv_heads * group + j, i] = T.cast(total[i, j] * sum_s[j] + 0.0, dtype)
+                                T.fill(total, 0)
+                                T.fill(total_sum, 0)
+                                T.fill(top, _LOWEST)
+                                unit = unit + blocks
+                                last = later_last
+                                later_last = T.cast(position[T.min(unit + blocks, rows * kv_heads - 1) // kv_heads], "int32")
+                                tile = 0
+                                if window > 0:
+                                    tile = T.max(last - (window - 1), 0) // SEGMENT * per_segment
+                            else:
+                                tile = tile + 1
+                        T.sync_threads()
 
     return decode_attention
 

@@ -74,13 +74,15 @@ def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: i
         c, s = d.acc(shape, "float32"), d.acc(shape, "float32")
         a, b = d.acc(shape, "float32"), d.acc(shape, "float32")
         low_weight, high_weight = d.acc(shape, "float32"), d.acc(shape, "float32")
-        let_next_start(d)
         if qk_norm:
             for h, i, v in d.par(*shape):
                 if i * _WIDE + v < half:
                     low_weight[h, i, v] = weights[T.if_then_else(first + h < heads, 0, 1), i * _WIDE + v]
                     high_weight[h, i, v] = weights[T.if_then_else(first + h < heads, 0, 1), half + i * _WIDE + v]
         wait_for_previous(d)
+        let_next_start(
+            d
+        )  # not before: attention fetches older keys before it waits for this kernel, so what they follow from has to be there
         # a loop a read: numbers of one width only, so that a thread keeps its channels
         for h, i, v in d.par(*shape):
             if first + h < every and i * _WIDE + v < half:

@@ -179,7 +179,8 @@ def test_accesses_are_wide(shape: ModelShape) -> None:
 def test_machine_code(shape: ModelShape, tmp_path: Path) -> None:
     (program,) = programs_for(shape)
     check_machine_code(program, tmp_path)
-    assert read_before_waiting(program) == ({"weights"} if shape.qk_norm else set())
+    # Attention reads older keys before it waits for this one: all that they follow from has to be there by the time it may start.
+    assert read_before_waiting(program, late=True) == ({"weights"} if shape.qk_norm else set())
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
-"""Every kernel of a step lets the next one start, waits for those before, and reads nothing but weights until then."""
+"""Every kernel of a step lets the next one start, waits for those before, and reads nothing but weights until then: but for attention of
+single rows, whose older keys are there once ``rope_kv`` lets it start."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ ALWAYS = ("embedding", "rms_norm", "rope_kv", "swiglu")
     [pytest.param(p, id=p.name, marks=[] if p.op in ALWAYS else pytest.mark.nightly) for p in registry.wanted(SMOLLM2_135M)],
 )
 def test_only_weights_are_read_before_waiting(program: Program) -> None:
-    assert read_before_waiting(program) <= {"weight", "weights"}
+    older = {"k", "v", "table", "position", "table_row"} if program.factory == "decode_attention" else set()
+    assert read_before_waiting(program, late=program.op == "rope_kv") <= {"weight", "weights"} | older
 
 
 def test_the_check_sees_a_read_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
