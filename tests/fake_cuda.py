@@ -6,6 +6,7 @@ to the host writes what the test says. Waits mean what they mean on a GPU: the r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
@@ -189,3 +190,16 @@ def watched_cuda(kind: str, landed: Callable[[torch.Tensor], None] | None = None
             yield
     finally:
         configure(debug=False)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that are more than another view of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "prim" and not func.is_view:
+            self.seen[func.name()] += 1
+        return func(*args, **(kwargs or {}))

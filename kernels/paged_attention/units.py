@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 from deepinfer.platforms import to_device
 
@@ -16,8 +17,8 @@ class Units:
     """A step's rows as ``PagedAttention`` works on them; all on the device, made once a step.
 
     ``table`` int32 ``[*, W]`` pages of sequences, whose rows may lie apart; ``position`` int64 ``[T]`` of the rows; ``first``, ``count``
-    int32 ``[U]`` and ``row`` int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``.
-    ``single``: each row is a unit, in order.
+    int32 ``[U]`` and ``row`` int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``. A
+    unit of 0 rows is nothing. ``single``: each row is a unit, in order.
     """
 
     table: torch.Tensor
@@ -38,16 +39,26 @@ def one_row_units(
     return Units(table, position, *counting, row, True)
 
 
+def unit_arrays(cu_q: ArrayLike, tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Units of at most ``tokens`` rows of a step whose sequence ``i`` has rows ``cu_q[i] … cu_q[i + 1] - 1``: (first row, rows, sequence)
+    of each."""
+    borders = np.asarray(cu_q, np.int64)
+    pieces = -(-np.diff(borders) // tokens)
+    sequence = np.repeat(np.arange(len(pieces)), pieces)
+    nth = np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    order = np.argsort(-nth, kind="stable")  # those that see most keys begin first
+    sequence = sequence[order]
+    first = borders[sequence] + nth[order] * tokens
+    return first, np.minimum(tokens, borders[sequence + 1] - first), sequence
+
+
+def most_units(rows: int, sequences: int, tokens: int) -> int:
+    """Most units of a step of up to ``rows`` rows of up to ``sequences`` sequences."""
+    return min(rows, sequences + rows // tokens)
+
+
 def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int], tokens: int) -> Units:
     """Units of at most ``tokens`` rows; rows ``cu_q[i] … cu_q[i + 1] - 1`` are those of row ``i`` of ``table``."""
-    borders = np.asarray(cu_q, np.int64)
-    counts = np.diff(borders)
-    pieces = -(-counts // tokens)
-    row = np.repeat(np.arange(len(counts)), pieces)
-    nth = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    first = borders[row] + nth * tokens
-    count = np.minimum(tokens, borders[row + 1] - first)
-    order = np.argsort(-nth, kind="stable")  # those that see most keys begin first
-    packed = torch.from_numpy(np.stack((first[order], count[order], row[order])))
+    packed = torch.from_numpy(np.stack(unit_arrays(cu_q, tokens)))
     on_device = to_device(packed, position.device)
     return Units(table, position, on_device[0].int(), on_device[1].int(), on_device[2])

@@ -10,12 +10,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from deepinfer.engine.engine import Engine
 from deepinfer.kernels.paged_attention.cuda import PagedAttention, Scratch
 from deepinfer.kernels.paged_attention.units import step_units
 from deepinfer.kernels.rms_norm.cuda import RmsNorm
 from deepinfer.sampling import SamplingParams
 from engine_kit import collect, random_prompts, request
 from exact_kit import KINDS, VOCAB, engine_of
+from fake_cuda import FakeRecorder, Operations
 from kernel_kit import need_tilelang
 from launch_kit import Checked, checked_launches
 
@@ -97,6 +99,36 @@ def test_grammars_and_words_not_to_be_said_do_so_too(graphs: str) -> None:
 
 def test_rows_of_drafts_do_so_too() -> None:
     load("llama", SAID, {"grammar": Anything, "bad_word_ids": ((5, 6), (7,))}, speculative="ngram", num_draft_tokens=3, ngram_min=1)
+
+
+def launched(engine: Engine, launches: Counter[str], prompt: int, **said: Any) -> tuple[int, int, int]:
+    """What the host launches for a step of three decoding sequences and a new prompt: kernels, other operations, graphs."""
+    for i in range(3):
+        engine.add_request(request(str(i), random_prompts([9], vocab=VOCAB)[0], SamplingParams(max_tokens=50, ignore_eos=True, **said)))
+    for _ in range(6):
+        engine.step()
+    engine.add_request(request("new", random_prompts([prompt], vocab=VOCAB)[0], SamplingParams(max_tokens=50, ignore_eos=True, **said)))
+    mixed, before, graphs = engine.metrics().steps["mixed"], launches.total(), FakeRecorder.replays
+    with Operations() as operations:
+        engine.step()
+    found = launches.total() - before, operations.seen.total(), FakeRecorder.replays - graphs
+    for _ in range(2):
+        engine.step()
+    assert engine.metrics().steps["mixed"] == mixed + 1
+    return found
+
+
+@pytest.mark.parametrize("said", [{"temperature": 0}, {"temperature": 0.8, "top_k": 20}], ids=["greedy", "drawn"])
+def test_a_step_with_a_prompt_is_one_graph_and_a_handful_of_launches(said: dict[str, Any]) -> None:
+    need_tilelang()
+    found = {}
+    for graphs in ("off", "auto"):
+        with checked_launches() as launches, engine_of("cuda", "llama", cuda_graphs=graphs) as engine:
+            found[graphs] = launched(engine, launches, 200, **said)
+    layers = 4
+    without, with_graph = found["off"], found["auto"]
+    assert without[0] >= 5 * layers and without[2] == 0
+    assert with_graph[0] <= 3 and with_graph[1] <= 20 and with_graph[2] == 1, found
 
 
 def test_more_rows_than_one_product_takes() -> None:

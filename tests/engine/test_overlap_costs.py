@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepinfer.engine.engine import Engine
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.step import Step
 from deepinfer.worker.step_ring import Header
 from engine_kit import make_engine, random_prompts, request, tiny_checkpoint
-from fake_cuda import FakeCuda, FakeRecorder
+from fake_cuda import FakeCuda, FakeRecorder, Operations
 from graphs_kit import decode_of_references
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -41,19 +40,6 @@ def fake(request: pytest.FixtureRequest) -> Iterator[FakeCuda | None]:
         return
     with FakeCuda(some_tokens) as device:
         yield device
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations that are more than another view of a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim" and not func.is_view:
-            self.seen[func.name()] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass

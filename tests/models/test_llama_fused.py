@@ -88,11 +88,14 @@ def test_whole_engines(kind: str, tmp_path: Path, request: pytest.FixtureRequest
     with engine(tmp_path, kind, max_num_seqs=1, max_num_batched_tokens=256, cuda_graphs="off") as one:
         np.testing.assert_allclose(one._runner.logits(prompts[1]), want_logits, rtol=2e-4, atol=2e-4)
         want = [run(one, [prompt], TOLD)[0] for prompt in prompts]
-    for settings in ({"cuda_graphs": "off"}, {"zero_overhead": True}):
-        with engine(tmp_path, kind, max_num_seqs=6, max_num_batched_tokens=90, **settings) as many:
+    for rows, settings in ((90, {"cuda_graphs": "off"}), (90, {"zero_overhead": True}), (60, {"zero_overhead": True})):
+        with engine(tmp_path, kind, max_num_seqs=6, max_num_batched_tokens=rows, **settings) as many:
             check_same(want, run(many, prompts, TOLD, turns=[0, 0, 1, 2, 4, 5]), settings)
             assert many.metrics().steps["mixed"] > 1 and many.model._fused is not None  # type: ignore[attr-defined]
-            assert (many.metrics().graphs.get("replays", 0) > 0) == ("cuda_graphs" not in settings)
+            metrics = many.metrics()
+            for counts in (metrics.graphs, metrics.prompt_graphs):
+                assert (counts.get("replays", 0) > 0) == ("cuda_graphs" not in settings)
+            assert rows > 64 or metrics.prompt_graphs["replays"] == metrics.steps["mixed"] + metrics.steps["prefill"] > 5
 
 
 @pytest.mark.parametrize("most", [1, 5, 40, 256, 257, 300, 600, 1000, 1025, 2000, 8191, 8192, 9000])

@@ -170,12 +170,12 @@ def _switches() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def _graphs(report: dict[str, Any]) -> str:
-    """Whether an engine started here would replay decode steps as CUDA graphs."""
+    """Whether an engine started here would replay steps as CUDA graphs."""
     name = "DEEPINFER_CUDA_GRAPHS"
     asked = next((s["value"] for s in report["switches"] if s["name"] == name), None)
     if not report["torch"]["gpus"]:
-        return "of decode steps: none without a GPU"
-    return f"of decode steps: {'where the model can' if asked is None else 'on' if asked else 'off'} ({name}, --cuda-graphs)"
+        return "of steps: none without a GPU"
+    return f"of steps: {'where the model can' if asked is None else 'on' if asked else 'off'} ({name}, --cuda-graphs)"
 
 
 def _gib(value: int | None) -> str:

@@ -101,7 +101,7 @@ ENGINE_OPTIONS = (
     Option("ngram_max", "most of them that are compared (default: 4)", int),
     Option("draft_budget", "most draft rows of one step (default: from measured times)", int),
     Option("zero_overhead", "plan a step while the device runs the one before it; the answer stays the same (default: on)"),
-    Option("cuda_graphs", "on a GPU, replay recorded decode steps; the answer stays the same (default: auto)", str, ("auto", "on", "off")),
+    Option("cuda_graphs", "on a GPU, replay recorded steps; the answer stays the same (default: auto)", str, ("auto", "on", "off")),
     Option("kv_cache_dtype", "form of compressed caches; the answer stays the same", str, ("auto", "packed", "bfloat16", "float32")),
     Option(
         "yoco_prefill_truncation", "hide or leave out decoder rows of a prompt's beginning (default: off)", str, ("off", "mask", "compact")

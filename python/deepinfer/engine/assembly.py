@@ -15,7 +15,7 @@ from deepinfer.distributed import spread_experts
 from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.engine.data_parallel.membership import Membership
-from deepinfer.engine.decode_graphs import wanted_buckets
+from deepinfer.engine.decode_graphs import wanted_buckets, wanted_prompt_rows
 from deepinfer.engine.hooks import EngineHooks
 from deepinfer.engine.kv_store import NamesOfKv, StoredSlices, StorePlan, StoreTraffic, open_tier, plan_store
 from deepinfer.engine.kv_store.identity import names_of, salt_of, values_of
@@ -164,9 +164,10 @@ class Assembly:
             draft_temperatures=() if self.speculative is None else self.speculative.temperatures,
         )
         experts = None if self.group is None else self.group.experts
+        common = (self.run, self.model, self.state, limits.device_drafts, experts)
         graph_rows: Sequence[int] = []
         if self.config.engine_type != "prompt":  # whose sequences go elsewhere to decode
-            graph_rows = wanted_buckets(self.run, self.model, self.state, limits.device_drafts, experts)
+            graph_rows = wanted_buckets(*common)
         return ModelRunner(
             self.model,
             paged,
@@ -185,6 +186,7 @@ class Assembly:
             self.snapshots.places,
             experts,
             graph_rows,
+            wanted_prompt_rows(*common),
         )
 
     def make_slices(

@@ -110,7 +110,7 @@ class EngineConfig:
         handover_lease: seconds that a hand-over may take; what is held for it is free after that.
         zero_overhead: plan and launch the next step while the device runs this one; results are the same either way. ``None`` =
             ``DEEPINFER_ZERO_OVERHEAD_SCHEDULING``.
-        cuda_graphs: on a GPU, record decode steps once and replay each with one launch; results are the same either way. ``auto`` takes
+        cuda_graphs: on a GPU, record steps once and replay each with one launch; results are the same either way. ``auto`` takes
             ``DEEPINFER_CUDA_GRAPHS``, else records them where the model can; ``on`` (``True``) makes it an error where it cannot.
         speculative: ``ngram`` proposes drafts by prompt lookup, ``dspark`` by the draft stages of a checkpoint that has them (see
             `deepinfer.speculative`); results are the same. ``off`` = no drafts; ``None`` = ``dspark`` where ``USE_NEXTN_DECODE`` asks

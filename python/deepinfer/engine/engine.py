@@ -490,7 +490,8 @@ class Engine(EngineHooks):
         group = None if self._group is None else self._group.counters()
         moe = None if self._expert_loads is None else self._expert_loads.counts()
         graphs = None if self._runner.graphs is None else self._runner.graphs.counts()
-        return EngineMetrics.of(self._core, tables, slices, store, self._grammars.counts(), group, moe, graphs)
+        prompts = None if self._runner.prompt_graphs is None else self._runner.prompt_graphs.counts()
+        return EngineMetrics.of(self._core, tables, slices, store, self._grammars.counts(), group, moe, graphs, prompts)
 
     def kv_identity(self) -> dict[str, str | int]:
         """What names of this engine's KV are made of besides tokens and a request's own salt, as ``deepinfer kvstore check --identity``

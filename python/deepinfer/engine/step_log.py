@@ -67,7 +67,7 @@ class EngineMetrics:
         store: of engines with a KV store, what `deepinfer.engine.kv_store.counters.StoreCounters` says; empty for others.
         moe: of models with mixtures of experts, what `deepinfer.worker.expert_loads.ExpertLoads.counts` says; empty for others.
         graphs: of engines whose decode steps are recorded, the ``buckets`` of rows they are recorded for and ``replays``, steps that were
-            one of them; empty for others.
+            one of them; empty for others. ``prompt_graphs``: the same of steps with prompts.
         group: of a rank of a group, see `deepinfer.engine.data_parallel.membership.Membership.counters`; empty for others.
     """
 
@@ -106,6 +106,7 @@ class EngineMetrics:
     group: dict[str, float]
     moe: dict[str, float]
     graphs: dict[str, int]
+    prompt_graphs: dict[str, int]
 
     @classmethod
     def of(
@@ -118,6 +119,7 @@ class EngineMetrics:
         group: dict[str, float] | None = None,
         moe: dict[str, float] | None = None,
         graphs: dict[str, int] | None = None,
+        prompt_graphs: dict[str, int] | None = None,
     ) -> EngineMetrics:
         """One snapshot of the core, beside what the model says of its tables, and the engine of its slices, store and grammars."""
         m = core.metrics()
@@ -171,6 +173,7 @@ class EngineMetrics:
             group=dict(group or {}),
             moe=dict(moe or {}),
             graphs=dict(graphs or {}),
+            prompt_graphs=dict(prompt_graphs or {}),
         )
 
     @classmethod
@@ -260,8 +263,10 @@ def line(before: EngineMetrics | None, after: EngineMetrics, seconds: float) -> 
         *waits,
         f"KV {100 * pool['held'] / max(1, pool['total'] - pool['reserved']):.0f} % held",
     ]
-    if after.graphs:
-        parts.append(f"graphs {after.graphs['replays'] - (before.graphs.get('replays', 0) if before is not None else 0)}")
+    for name in ("graphs", "prompt_graphs"):
+        if counts := getattr(after, name):
+            earlier = {} if before is None else getattr(before, name)
+            parts.append(f"{name.replace('_', ' ')} {counts['replays'] - earlier.get('replays', 0)}")
     if asked := since("asked_tokens"):
         parts.append(f"hits {100 * since('hit_tokens') / asked:.0f} %")
     if since("preemptions"):

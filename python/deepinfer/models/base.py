@@ -240,6 +240,42 @@ class GraphModel(Model, Protocol):
         """
 
 
+@dataclass(frozen=True)
+class PromptRows:
+    """``R`` rows of a step with prompts, at addresses that never change (docs/architecture.md, "Prompt graphs").
+
+    Rows lie in units: consecutive rows of one sequence, at most ``unit_rows`` of them, sequences in any order. Rows behind the step's own
+    are padding, as in ``DecodeRows``, and in no unit; a unit of 0 rows is nothing.
+    """
+
+    ids: torch.Tensor  # int64 [R]
+    pos: torch.Tensor  # int64 [R]
+    slots: list[torch.Tensor]  # one int64 [R] per slot map, at least 0: entry 0 is the null page's, which nobody reads
+    block_table: torch.Tensor  # int32 [state slots, W], the whole table
+    unit_first: torch.Tensor  # int32 [U], first row of each unit
+    unit_count: torch.Tensor  # int32 [U], its rows
+    unit_row: torch.Tensor  # int64 [U], row of the table: its sequence's state slot
+
+
+@runtime_checkable
+class PromptGraphModel(Model, Protocol):
+    """A model whose steps with prompts can be recorded as CUDA graphs."""
+
+    def prompt_rows(self, max_rows: int) -> Sequence[int]:
+        """Row counts to record, ascending, for steps of up to ``max_rows`` rows; none where the host is not what such steps wait for.
+
+        The last one may be above ``max_rows``; steps with more rows than it run ``forward``.
+        """
+
+    @property
+    def unit_rows(self) -> int:
+        """Most rows of a unit, 1 or more; asked for once ``kv_groups`` was called."""
+
+    def prompt_step(self, rows: PromptRows, kv: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Writes KV of the rows and gives hidden states ``[R, hidden]`` after the final norm, the bits ``forward`` gives. As ``decode``
+        of a ``GraphModel`` it may be recorded."""
+
+
 @runtime_checkable
 class GreedyModel(Model, Protocol):
     """A model that finds the most likely token without keeping logits."""

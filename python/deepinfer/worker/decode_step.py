@@ -29,6 +29,15 @@ POSITIONS_FIELD = "decode_rng_pos"
 """Ring field of the positions whose tokens are drawn, among what sampling reads."""
 
 
+def unfit(state: Sequence[StateGroup], device_drafts: int, experts: ExpertGroup | None) -> str:
+    """Why no step of a model can be recorded, whatever it offers; empty = it can."""
+    if state:
+        return "the model keeps state beside its pages"
+    if device_drafts:
+        return "the model drafts"
+    return "" if experts is None else "its experts are spread over ranks"
+
+
 def graph_buckets(
     model: Model, state: Sequence[StateGroup], device_drafts: int, experts: ExpertGroup | None, max_rows: int
 ) -> tuple[Sequence[int], str]:
@@ -37,15 +46,9 @@ def graph_buckets(
     Raises:
         ModelContractError: the model gives something else than ascending row counts.
     """
-    why = ""
+    why = unfit(state, device_drafts, experts)
     if not isinstance(model, GraphModel):
         why = f"{type(model).__name__} has no decode step that can be recorded"
-    elif state:
-        why = "the model keeps state beside its pages"
-    elif device_drafts:
-        why = "the model drafts"
-    elif experts is not None:
-        why = "its experts are spread over ranks"
     if why or not isinstance(model, GraphModel):
         return [], why
     buckets = model.graph_rows(max_rows)
@@ -74,7 +77,7 @@ class DecodeGraphs:
         layout: of the block in the ring's field ``BLOCK_FIELD``.
         ring: the step ring.
         table: int32 ``[state slots, W]``, the block table; ``kv``: the KV tensors by name.
-        max_tokens: most tokens that a step draws, drafts included.
+        newest: int32 ``[m]``, for the tokens of a step: as many as one draws, drafts included, and as rows of the layout.
         recorder: makes the graphs.
         device: where all of it lives.
 
@@ -91,7 +94,7 @@ class DecodeGraphs:
         ring: StepRing,
         table: torch.Tensor,
         kv: dict[str, torch.Tensor],
-        max_tokens: int,
+        newest: torch.Tensor,
         recorder: Recorder,
         device: torch.device,
     ) -> None:
@@ -101,7 +104,7 @@ class DecodeGraphs:
         self._most = self.buckets[-1]
         self._bucket_of = [self.buckets[bisect_left(self.buckets, n)] for n in range(self._most + 1)]
         self._delta_room = [layout.max_deltas // layout.max_rows * b for b in range(self._most + 1)]
-        self._newest = torch.zeros(max(max_tokens, layout.stride), dtype=torch.int32, device=device)
+        self._newest = newest
         self.left = StepTokens(self._newest)
         self._words = ring.slots[0].d[BLOCK_FIELD]
         self._fields = DecodeFields.make(layout, device)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deepinfer.distributed import ExpertGroup
 from deepinfer.kernels.linear import row_bucket, row_quantum
 from deepinfer.kernels.sample.columns import NUM_COLUMNS
-from deepinfer.models.base import GraphModel, Model, PagedGroup, RunLogitsModel, StatefulModel, StateGroup
+from deepinfer.models.base import GraphModel, Model, PagedGroup, PromptGraphModel, RunLogitsModel, StatefulModel, StateGroup
 from deepinfer.models.contract import check_hidden
 from deepinfer.platforms import to_device
 from deepinfer.worker import graphs as recording
@@ -25,11 +25,12 @@ from deepinfer.worker.device_queue import DeviceQueue, Handed, StepTimes, Ticket
 from deepinfer.worker.device_sampler import DeviceSampler
 from deepinfer.worker.grammar import MaskBuffers
 from deepinfer.worker.image_rows import ImageRows, without_images
-from deepinfer.worker.input_batch import InputBatch, one_sequence
+from deepinfer.worker.input_batch import InputBatch, SampledRows, one_sequence
 from deepinfer.worker.kv_cache import KVCache
 from deepinfer.worker.logprobs import gather_logprobs
 from deepinfer.worker.model_drafts import ModelDrafts, RanStep, choose_places, head_logits, sampling_logits
 from deepinfer.worker.page_moves import PageMoves
+from deepinfer.worker.prompt_step import PromptGraphs, PromptLayout
 from deepinfer.worker.resolve import SlotMap, StepTokens
 from deepinfer.worker.row_choice import choose_prompts, choose_rows
 from deepinfer.worker.sampler import Sampler, SampleRows
@@ -91,7 +92,8 @@ class ModelRunner:
         host_pages: host pages of each paged group for swapping, empty = none; ``host_slots``: host slots of state.
         snapshot_places: host places for snapshots of states.
         experts: the ranks that the model's experts are spread over, if they are.
-        graph_rows: row counts that decode steps are recorded for (:meth:`record_graphs`), empty = none.
+        graph_rows: row counts that decode steps are recorded for (:meth:`record_graphs`), empty = none; ``prompt_rows``: the same for
+            steps with prompts.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class ModelRunner:
         snapshot_places: int = 0,
         experts: ExpertGroup | None = None,
         graph_rows: Sequence[int] = (),
+        prompt_rows: Sequence[int] = (),
     ) -> None:
         self.model, self.device, self.queue = model, device, queue
         self._pinned, self._lookup, self._restore = pinned, lookup, restore
@@ -136,22 +139,31 @@ class ModelRunner:
             sizes = (limits.num_slots, host_slots + 1, limits.max_num_seqs, limits.max_num_batched_tokens)
             self._places = StatePlaces(rules, *sizes)
             own += self._places.fields
-        recorder = recording.recorder_for(device) if graph_rows else None
         words = step_words(paged, len(limits.slot_maps), max([limits.max_num_seqs, *graph_rows]))
-        front = [] if recorder is None else [(BLOCK_FIELD, words.total)]
-        own += [] if recorder is None else [(POSITIONS_FIELD, limits.max_num_seqs)]
-        self.ring = StepRing(layout, own, device, pinned, ring_slots, front, None if recorder is None else True)
+        prompts: PromptLayout | None = None
+        if prompt_rows and isinstance(model, PromptGraphModel):
+            prompts = PromptLayout(prompt_rows, len(limits.slot_maps), limits.max_num_seqs, model.unit_rows)
+        front = [(BLOCK_FIELD, words.total)] if graph_rows else []
+        own += [(POSITIONS_FIELD, limits.max_num_seqs)] if graph_rows else []
+        copied = True if graph_rows or prompts is not None else None
+        self.ring = StepRing(layout, own, device, pinned, ring_slots, front, copied, [] if prompts is None else prompts.fields)
         self.moves = PageMoves(paged, num_pages, state, limits.num_slots, host_pages, host_slots, snapshot_places, device, pinned)
         self.kv = self.moves.kv
         one_group = paged[0].page_tokens if len(paged) == 1 else None
         maps = limits.resolved_maps([g.page_tokens for g in paged])
         self.inputs = InputBatch(limits.num_slots, sum(limits.columns), one_group, maps, device)
         self._graphs: DecodeGraphs | None = None  # once they are recorded
+        self._prompt_graphs: PromptGraphs | None = None
         self._unrecorded: DecodeGraphs | None = None
-        if recorder is not None and isinstance(model, GraphModel):
-            self._unrecorded = DecodeGraphs(
-                model, graph_rows, words, self.ring, self.inputs.table, self.kv.tensors, samples, recorder, device
-            )
+        self._unrecorded_prompts: PromptGraphs | None = None
+        newest = torch.zeros(max(samples, words.stride), dtype=torch.int32, device=device)
+        common = (self.ring, self.inputs.table, self.kv.tensors, newest)
+        if graph_rows and isinstance(model, GraphModel):
+            recorder = recording.recorder_for(device)
+            self._unrecorded = DecodeGraphs(model, graph_rows, words, *common, recorder, device)
+        if prompts is not None and isinstance(model, PromptGraphModel):
+            recorder = recording.recorder_for(device)
+            self._unrecorded_prompts = PromptGraphs(model, prompt_rows, prompts, *common, recorder, device)
         self.sampling = SamplingState(limits.num_slots, model.vocab_size, device)
         self.masks = MaskBuffers(ring_slots, samples, model.vocab_size, device, pinned)
         own_dtype = model.dtype if isinstance(model, RunLogitsModel) else torch.float32
@@ -182,11 +194,14 @@ class ModelRunner:
             choose_rows(step, self.sampling, self._limits.max_draft)
             if graph is not None and self._graphs is not None:
                 self._graphs.fill(step)
+            elif self._prompt_graphs is not None and (bucket := self._prompt_graphs.bucket(step)):
+                step.prompts = bucket
+                self._prompt_graphs.fill(step)
             if resumed is not None:
                 self._before_forward(step, resumed)
         except Exception as e:
             step.ticket.error = step.ticket.error or e
-        run = self._forward if step.graph is None else self._replay
+        run = self._replay if step.graph is not None else self._replay_prompts if step.prompts else self._forward
         self.queue.submit(step.ticket, lambda: run(step), last=False)
         return step
 
@@ -240,6 +255,23 @@ class ModelRunner:
     def graphs(self) -> DecodeGraphs | None:
         """The recorded decode steps, if there are any."""
         return self._graphs
+
+    @property
+    def prompts_to_record(self) -> Sequence[int]:
+        """Row counts of the steps with prompts that :meth:`record_prompt_graphs` is to record."""
+        return [] if self._unrecorded_prompts is None else self._unrecorded_prompts.buckets
+
+    @property
+    def prompt_graphs(self) -> PromptGraphs | None:
+        """The recorded steps with prompts, if there are any."""
+        return self._prompt_graphs
+
+    def record_prompt_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """:meth:`record_graphs` for steps with prompts."""
+        graphs, self._unrecorded_prompts = self._unrecorded_prompts, None
+        if graphs is not None:
+            run_in_order(self.queue, lambda: graphs.record(progress))
+            self._prompt_graphs = graphs
 
     def record_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Records decode steps, before any step; later ones are replayed. Without row counts to record, nothing.
@@ -374,7 +406,7 @@ class ModelRunner:
         """The upload, and what moves or clears pages, states and sampling values before the forward reads or writes any."""
         slot, header = step.slot, step.header
         _check_table(step)
-        slot.upload()
+        slot.upload(None if step.prompts else self.ring.usual_words)
         self.moves.save(step)
         for a in step.admitted:
             self.sampling.admit_device(a.slot, a.row, a.output, a.flags)
@@ -419,11 +451,26 @@ class ModelRunner:
             graphs.replay(step, before)
         except Exception:
             if graph.alone:  # other sequences go on from the table that the graph would have left
-                step.slot.upload()
+                step.slot.upload(self.ring.usual_words)
                 self.inputs.apply_deltas(step.slot, step.header)
                 step.stored = True
             raise
         step.stored = step.replayed = True
+
+    @torch.inference_mode()
+    @forbid_device_sync()
+    def _replay_prompts(self, step: Step) -> None:
+        """The forward of a step with prompts as a graph; as any other if the step before it left nothing that a graph could take."""
+        graphs, d = self._prompt_graphs, step.slot.d
+        assert graphs is not None
+        if not DecodeGraphs.follows(step, step.before):
+            self._forward(step)
+            return
+        hidden, step.before = graphs.replay(step), None
+        positions = d["rng_pos"][: step.header.samples].long()
+        step.hidden, step.sampled = hidden, SampledRows(d["ids"][: step.header.rows], positions)
+        for piece in step.pieces:
+            self._prompt_logprobs(hidden, piece, 0, step.result)
 
     @forbid_device_sync()
     def _after_replay(self, step: Step) -> None:

@@ -127,7 +127,8 @@ class Step:
         self.follows = None if before is None or before.waited else before  # planned while that one was in flight
         self.counts: StateCounts | None = None  # of models with state
         self.graph: GraphStep | None = None  # of steps that are to be a graph's
-        self.replayed: bool = False  # it was: what it takes from the step before it was there
+        self.prompts: int = 0  # rows of the graph that a step with prompts is (`worker.prompt_step`); 0 = none
+        self.replayed: bool = False  # of decode steps: it was: what it takes from the step before it was there
         self.drafting: Places | None = None  # of models that draft
         self.left: StepTokens | None = None  # what the next step may need, once sampled
         self.batch: ForwardBatch | None = None

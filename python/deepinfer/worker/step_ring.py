@@ -2,7 +2,8 @@
 
 The core writes a step's plan into a slot and reads the output fields back. The worker adds fields of its own for what it
 derives on the host, so that everything the device needs travels in one copy. Output fields lie behind the inputs and are
-not part of that copy. What a step with few needs reads lies ahead of the rest: it then copies no more than that.
+not part of that copy. What a step with few needs reads lies ahead of the rest: it then copies no more than that; what only some steps
+read lies behind it.
 """
 
 from __future__ import annotations
@@ -111,9 +112,11 @@ class StepRing:
         slots: number of slots, at least 3.
         front: fields of the worker's own that lie ahead of all others.
         copied: whether the device has a copy of its own; ``None`` = unless it is a CPU.
+        back: fields of the worker's own that lie behind all other inputs.
 
     Attributes:
-        front_words: words of the ``front`` fields, ``own_words``: of these and ``extra``, from the beginning of a slot.
+        front_words: words of the ``front`` fields, ``own_words``: of these and ``extra``, ``usual_words``: of all inputs but the ``back``
+            fields, from the beginning of a slot.
     """
 
     def __init__(
@@ -125,15 +128,17 @@ class StepRing:
         slots: int = 3,
         front: Sequence[tuple[str, int]] = (),
         copied: bool | None = None,
+        back: Sequence[tuple[str, int]] = (),
     ) -> None:
         if slots < 3:
             raise ValueError(f"a step ring needs at least 3 slots, got {slots}")
         self.core_fields = tuple(name for name, _ in layout)
         placed_front, self.front_words = _place(front, 0)
         placed_own, self.own_words = _place(extra, self.front_words)
-        placed, input_words = _place([f for f in layout if f[0] not in OUTPUT_FIELDS], self.own_words)
+        placed, self.usual_words = _place([f for f in layout if f[0] not in OUTPUT_FIELDS], self.own_words)
+        placed_back, input_words = _place(back, self.usual_words)
         placed_out, words = _place([f for f in layout if f[0] in OUTPUT_FIELDS], input_words)
-        fields = [*placed_front, *placed_own, *placed, *placed_out]
+        fields = [*placed_front, *placed_own, *placed, *placed_back, *placed_out]
         copied = device.type != "cpu" if copied is None else copied
         target = torch.zeros(input_words, dtype=torch.int32, device=device) if copied else None
         self.slots = [RingSlot(fields, words, target, pinned) for _ in range(slots)]

@@ -19,7 +19,7 @@ from ...kernels.paged_attention import make_plan, paged_attention, safe_query_bl
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import RopeTable
 from ...kernels.swiglu import swiglu
-from ..base import DecodeRows, ForwardBatch, PagedGroup, Source, StateGroup
+from ..base import DecodeRows, ForwardBatch, PagedGroup, PromptRows, Source, StateGroup
 from ..registry import architecture_of
 from .containers import LayerParameters, LlamaParameters
 from .fused import FusedForward
@@ -173,6 +173,22 @@ class LlamaModel:
         if self._fused is None:
             raise RuntimeError("decode needs fused kernels; graph_rows says whether there are any")
         return self._fused.decode(rows, self._names, kv)
+
+    def prompt_rows(self, max_rows: int) -> Sequence[int]:
+        """See ``base.PromptGraphModel``: none with reference operators."""
+        return [] if self._fused is None else self._fused.prompt_rows(max_rows)
+
+    @property
+    def unit_rows(self) -> int:
+        """See ``base.PromptGraphModel``."""
+        return 1 if self._fused is None else self._fused.unit_rows
+
+    @torch.inference_mode()
+    def prompt_step(self, rows: PromptRows, kv: dict[str, torch.Tensor]) -> torch.Tensor:
+        """See ``base.PromptGraphModel``. Raises ``RuntimeError`` where ``prompt_rows`` gives none."""
+        if self._fused is None:
+            raise RuntimeError("prompt_step needs fused kernels; prompt_rows says whether there are any")
+        return self._fused.prompt_step(rows, self._names, kv)
 
     @torch.inference_mode()
     def greedy(self, hidden: torch.Tensor, tokens: torch.Tensor) -> None:

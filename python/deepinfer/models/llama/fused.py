@@ -27,7 +27,7 @@ from ...kernels.swiglu.cuda import SwiGlu
 from ...kernels.toolchain import ModelShape
 from ...kernels.toolchain.loading import prepare
 from ...kernels.toolchain.shapes import run_dtype
-from ..base import DecodeRows, ForwardBatch, row_buckets
+from ..base import DecodeRows, ForwardBatch, PromptRows, row_buckets
 from .containers import LlamaParameters
 from .topology import LlamaTopology
 
@@ -39,6 +39,9 @@ _LARGEST_HEAD = 512
 
 _FEW = 64
 """Rows that are padded to without looking at how many of them are padding."""
+
+_LAUNCH_FLOPS = 10**10
+"""What a GPU computes in the time that its host takes to launch one kernel from Python: 20 us at 500 TFLOP/s."""
 
 _LONGEST_TABLE = 1 << 18
 """Positions whose rotations are kept in a table; models with more compute them every step."""
@@ -55,6 +58,12 @@ def kernel_shape(t: LlamaTopology, dtype: str, page_tokens: int = 64) -> ModelSh
 
 def _row_counts() -> list[int]:
     return [*row_buckets(256), *range(320, 1025, 64), *range(1280, _LARGEST_STEP + 1, 256)]
+
+
+def _prompt_counts() -> list[int]:
+    """Row counts of steps with prompts that are worth a graph each: less than a quarter of a step is padding, where that takes time."""
+    quarters = [size + size * quarter // 4 for size in (1 << n for n in range(8, 13)) for quarter in range(4)]
+    return [32, 64, 128, 192, *quarters, _LARGEST_STEP]
 
 
 class _Layer:
@@ -140,6 +149,20 @@ class FusedForward:
         padded = {r: self.padded_rows(r) for r in row_buckets(min(max_rows, _LARGEST_STEP))}
         return sorted({p for r, p in padded.items() if p <= max(2 * r, _FEW)})
 
+    def prompt_rows(self, max_rows: int) -> list[int]:
+        """See ``base.PromptGraphModel``: row counts whose bits agree, up to those whose products take longer than launching them."""
+        projections = [projection for layer in self._layers for projection in layer.projections]
+        launches = len(projections) + 5 * len(self._layers)
+        most = launches * _LAUNCH_FLOPS // (2 * sum(projection.weight.numel() for projection in projections))
+        largest = min(max_rows, _LARGEST_STEP)
+        wanted = [count for count in _prompt_counts() if count < largest] + [largest]
+        return sorted({padded for padded in map(self.padded_rows, wanted) if padded <= most})
+
+    @property
+    def unit_rows(self) -> int:
+        """See ``base.PromptGraphModel``."""
+        return next(iter(self._attention.values())).tokens
+
     def padded_rows(self, count: int) -> int:
         """The least row count of at least ``count`` that is made of whole pieces of ``_LARGEST_STEP`` and one that agrees."""
         whole, rest = divmod(count, _LARGEST_STEP)
@@ -149,14 +172,18 @@ class FusedForward:
         """See ``base.Model.forward``."""
         count = batch.ids.shape[0]
         ids, pos, (slots,) = batch.padded(self.padded_rows(count))
-        tokens = next(iter(self._attention.values())).tokens
-        units = step_units(batch.block_table, batch.pos, batch.cu_q_host, tokens)
+        units = step_units(batch.block_table, batch.pos, batch.cu_q_host, self.unit_rows)
         return self._run(ids, pos, slots, units, names, kv)[:count]
 
     def decode(self, rows: DecodeRows, names: Sequence[tuple[str, str]], kv: dict[str, torch.Tensor]) -> torch.Tensor:
         """See ``base.GraphModel.decode``."""
         count = rows.ids.shape[0]
         units = one_row_units(rows.block_table, rows.pos, rows.table_row, self._counting(count))
+        return self._run(rows.ids, rows.pos, rows.slots[0], units, names, kv)
+
+    def prompt_step(self, rows: PromptRows, names: Sequence[tuple[str, str]], kv: dict[str, torch.Tensor]) -> torch.Tensor:
+        """See ``base.PromptGraphModel.prompt_step``."""
+        units = Units(rows.block_table, rows.pos, rows.unit_first, rows.unit_count, rows.unit_row)
         return self._run(rows.ids, rows.pos, rows.slots[0], units, names, kv)
 
     def _counting(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:

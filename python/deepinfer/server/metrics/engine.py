@@ -248,6 +248,7 @@ def _parts(at: At) -> Iterator[Metric]:
         ("group", "rank_group", "being in step with other ranks"),
         ("moe", "moe", "how rows spread over experts"),
         ("graphs", "decode_graph", "decode steps recorded as graphs"),
+        ("prompt_graphs", "prompt_graph", "steps with prompts recorded as graphs"),
     ):
         names = dict.fromkeys(name for _, m in at for name in getattr(m, part))
         for name in names:
