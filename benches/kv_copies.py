@@ -77,7 +77,7 @@ def main() -> None:
     ways: dict[str, Callable[[], None]] = {
         "out": lambda: read_objects(kv, form, pages, back.seen),
         "in": lambda: write_objects(kv, form, pages, staging.seen),
-        "copy": lambda: flat.copy_(staging.host, non_blocking=True) and None,
+        "copy": lambda: (flat.copy_(staging.host, non_blocking=True), None)[1],
         "pages": page_by_page,
     }
     nbytes = args.objects * form.num_bytes
