@@ -113,11 +113,14 @@ def main() -> None:
     parser.add_argument("--request-len", type=int, default=512)
     parser.add_argument("--request-out", type=int, default=128)
     parser.add_argument("--kernels", action="store_true", help="on a GPU: what the time of a decode step goes to")
+    parser.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     started = time.perf_counter()
-    with LLM(model=args.model, load_format=args.load_format, device=args.device, max_num_seqs=max(args.seqs)) as llm:
+    settings: dict[str, Any] = {"load_format": args.load_format, "device": args.device, "batch_invariant": args.batch_invariant}
+    with LLM(model=args.model, max_num_seqs=max(args.seqs), **settings) as llm:
         found: dict[str, Any] = {
             "machine": machine.in_words(str(llm.engine.run.device), None),
+            "batch_invariant": args.batch_invariant,
             "start_s": round(time.perf_counter() - started, 2),
         }
         found["decode"] = [decode(llm, n, args.input_len, args.output_len) for n in args.seqs]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepinfer.platforms.context import make_current
+from deepinfer.platforms.cuda import cublas_workspace
 
 from ..toolchain.driver import raw_stream
 
@@ -24,10 +25,12 @@ _EXACT_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
 
 class Library:
     """A handle of cuBLAS for one device, for all threads: they may be on different streams, of which a handle has one at a time. Its
-    workspace is what ``CUBLAS_WORKSPACE_CONFIG`` says, as for torch's own."""
+    workspace is what ``CUBLAS_WORKSPACE_CONFIG`` says, as for torch's own, or ``workspace`` bytes a stream if that says nothing: of memory
+    that torch made, since the library cannot allocate its own while a graph is recorded."""
 
-    def __init__(self, functions: ctypes.CDLL, device: torch.device) -> None:
+    def __init__(self, functions: ctypes.CDLL, device: torch.device, workspace: int = 0) -> None:
         self._functions, self._device = functions, device
+        self._workspace, self._workspaces = workspace, dict[int, torch.Tensor]()
         self._handle = ctypes.c_void_p()
         with torch.cuda.device(device):
             make_current(device)
@@ -46,8 +49,7 @@ class Library:
         kind, pointer = _TYPES[x.dtype], ctypes.c_void_p
         with self._lock:  # a call gives way to other threads
             if stream != self._stream:
-                self._check(self._functions.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)))
-                self._stream = stream
+                self._set_stream(stream)
             self._check(
                 self._functions.cublasGemmEx(
                     self._handle, _TRANSPOSED, _PLAIN, out_features, rows, width,
@@ -56,6 +58,15 @@ class Library:
                 )
             )  # fmt: skip
         return out
+
+    def _set_stream(self, stream: int) -> None:
+        self._check(self._functions.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)))  # and takes the workspace away
+        if self._workspace:
+            if stream not in self._workspaces:
+                self._workspaces[stream] = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
+            memory = ctypes.c_void_p(self._workspaces[stream].data_ptr())
+            self._check(self._functions.cublasSetWorkspace_v2(self._handle, memory, ctypes.c_size_t(self._workspace)))
+        self._stream = stream
 
     @staticmethod
     def _check(status: int) -> None:
@@ -70,7 +81,7 @@ def _functions() -> ctypes.CDLL | None:
         found = ctypes.CDLL(f"libcublas.so.{major}")  # the one that torch has loaded
     except OSError:
         return None
-    names = ("cublasCreate_v2", "cublasSetMathMode", "cublasSetStream_v2", "cublasGemmEx")
+    names = ("cublasCreate_v2", "cublasSetMathMode", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasGemmEx")
     return found if all(hasattr(found, name) for name in names) else None
 
 
@@ -79,6 +90,6 @@ def library(device: torch.device) -> Library | None:
     """The library on ``device``; ``None`` where it cannot be called directly: torch's way remains."""
     functions: Any = _functions() if device.type == "cuda" else None
     try:
-        return None if functions is None else Library(functions, device)
+        return None if functions is None else Library(functions, device, cublas_workspace())
     except RuntimeError:
         return None

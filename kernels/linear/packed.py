@@ -35,8 +35,8 @@ class PackedLinear:
         self.packed = packed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, in]`` → ``[T, out]``, the bits of a row independent of ``T``."""
-        if x.shape[0] in self.classes:
+        """``[T, in]`` → ``[T, out]``, the bits of a row independent of ``T`` where there are ``classes``."""
+        if not self.classes or x.shape[0] in self.classes:
             return self._apply(x)
         return apply_in_classes(self._apply, x, self.classes)
 
@@ -49,11 +49,13 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return all(hasattr(ops, name) for name in needed) and bool(ops._is_mkldnn_bf16_supported())
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, largest_rows: int | None = None) -> PackedLinear:
+def pack_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, largest_rows: int | None = None, invariant: bool = True
+) -> PackedLinear:
     """Prepares ``weight`` ``[out, in]`` (any float dtype) for repeated use and finds its safe row counts.
 
     ``largest_rows`` bounds the rows of one library call (default 256 on a CPU, 4096 on a GPU). The caller may free
-    ``weight`` afterwards if the result says ``packed``.
+    ``weight`` afterwards if the result says ``packed``. Without ``invariant`` any number of rows is one library call, whatever its bits.
     """
     out_features, in_features = weight.shape
     packed = _can_pack(weight)
@@ -70,6 +72,8 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, largest_
         def apply(x: torch.Tensor) -> torch.Tensor:
             return F.linear(x, weight, bias)
 
+    if not invariant:
+        return PackedLinear(apply, out_features, in_features, (), packed)
     largest = largest_rows or (_CPU_LARGEST if weight.device.type == "cpu" else _GPU_LARGEST)
     # The kernel depends on shape, dtype, device and threads, not on the values: one census serves equal layers.
     key = (out_features, in_features, bias is not None, weight.dtype, weight.device, packed, largest, torch.get_num_threads())

@@ -124,6 +124,7 @@ def test_doctor_names_this_machine_and_every_switch() -> None:
 
     switches = {s["name"]: s for s in report["switches"]}
     assert set(switches) == {s.name for s in SWITCHES}
+    assert set(report["numerics"]) == {"CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"}
     assert switches["DEEPINFER_QUIET"]["value"] is True and switches["DEEPINFER_QUIET"]["set"] is True
     for part in report["optional"]:
         assert part["present"] or part["install"].startswith("pip install ")
@@ -139,9 +140,21 @@ def test_doctor_shows_what_a_person_needs(capsys: pytest.CaptureFixture[str], mo
     assert main(["doctor", "--env"]) == 0
     text = capsys.readouterr().out
     assert "no-such-part     tests: missing; get it with: pip install no-such-part" in text
-    assert "DEEPINFER_NUM_THREADS=unset" in text
+    assert "DEEPINFER_NUM_THREADS=unset" in text and "--no-batch-invariant" in text
     assert main(["doctor"]) == 0
     assert "DEEPINFER_NUM_THREADS" not in capsys.readouterr().out
+
+
+def test_doctor_tells_of_a_workspace_that_an_engine_will_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepinfer.cli import doctor
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    report = {"numerics": doctor._numerics(), "torch": {"gpus": [{}]}}
+    assert report["numerics"]["CUBLAS_WORKSPACE_CONFIG"] == {"value": ":4096:8", "batch_invariant": ":0:0"}
+    _, said = doctor._batch_lines(report)
+    assert said.strip() == "CUBLAS_WORKSPACE_CONFIG=:4096:8 counts only with that; else an engine sets :0:0"
+    assert len(doctor._batch_lines({**report, "torch": {"gpus": []}})) == 1
 
 
 def test_doctor_fails_when_something_needed_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

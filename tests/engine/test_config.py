@@ -23,6 +23,13 @@ def test_defaults_on_a_cpu() -> None:
     assert run.dtype in (torch.bfloat16, torch.float32) and run.device.type == "cpu"
 
 
+def test_batch_invariance_holds_unless_it_is_given_up() -> None:
+    assert EngineConfig(model="m", device="cpu").resolve().batch_invariant
+    assert not EngineConfig(model="m", device="cpu", batch_invariant=False).resolve().batch_invariant
+    with pytest.raises(ConfigError, match="batch_invariant must be True or False, got 'off'"):
+        EngineConfig(model="m", batch_invariant="off")  # type: ignore[arg-type]
+
+
 def test_dtype_auto_is_bf16_only_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, dtype in ((frozenset({"avx512_bf16"}), torch.bfloat16), (frozenset({"avx2"}), torch.float32)):
         monkeypatch.setattr("deepinfer.platforms.cpu._cpu_flags", lambda flags=flags: flags)

@@ -336,6 +336,42 @@ def test_threads_on_different_streams_share_a_handle(monkeypatch: pytest.MonkeyP
     assert len(cublas.products) == 30 and all(mine == used for mine, used in cublas.products)
 
 
+def test_every_stream_of_a_handle_has_a_workspace_of_its_own_where_one_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of the stream takes the workspace away, and two streams must not share one."""
+    calls: list[tuple[str, int, int]] = []
+    stream = 0
+
+    class Cublas(_OtherThreadsRun):
+        def cublasSetStream_v2(self, handle: object, stream: ctypes.c_void_p) -> int:
+            calls.append(("stream", stream.value or 0, 0))
+            return 0
+
+        def cublasSetWorkspace_v2(self, handle: object, memory: ctypes.c_void_p, size: ctypes.c_size_t) -> int:
+            calls.append(("workspace", memory.value or 0, size.value))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr("deepinfer.kernels.linear.library.raw_stream", lambda device: stream)
+    own = threading.local()
+    own.stream = 0
+    x, weight = random(3, 40, device="cpu"), random(24, 40, device="cpu")
+    for wanted in (0, 4096):
+        made = Library(Cublas(own), torch.device("cuda"), wanted)  # type: ignore[arg-type]
+        made._device = torch.device("cpu")  # where the workspace of this test lies
+        calls.clear()
+        for number in (1, 1, 2, 1):
+            stream = number
+            made.linear(x, weight)
+        assert [c[:2] for c in calls if c[0] == "stream"] == [("stream", 1), ("stream", 2), ("stream", 1)]
+        spaces = [c for c in calls if c[0] == "workspace"]
+        if not wanted:
+            assert not spaces
+            continue
+        assert [c[0] for c in calls] == ["stream", "workspace"] * 3 and {c[2] for c in spaces} == {4096}
+        assert spaces[0] == spaces[2] != spaces[1]
+
+
 # What is chosen
 
 

@@ -20,6 +20,7 @@ from deepinfer.engine.engine import Engine
 from deepinfer.kernels.linear import cuda as linear
 from deepinfer.kernels.linear.cuda import Projection
 from deepinfer.kernels.toolchain import loading
+from deepinfer.models.base import row_buckets
 from deepinfer.models.llama import fused
 from deepinfer.models.llama.forward import LlamaModel
 from deepinfer.sampling import SamplingParams
@@ -56,7 +57,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def finish(model: LlamaModel) -> None:
         assert model._unpacked is not None
         model._places.close()
-        model._fused = fused.FusedForward(model.topology, model._unpacked, model._rope, model.dtype, model.device)
+        model._fused = fused.FusedForward(model.topology, model._unpacked, model._rope, model.dtype, model.device, model._invariant)
 
     monkeypatch.setattr(LlamaModel, "finish_loading", finish)
     monkeypatch.setattr(graphs, "can_record", lambda device: True)
@@ -99,6 +100,33 @@ def test_whole_engines(kind: str, tmp_path: Path, request: pytest.FixtureRequest
             assert rows > 64 or metrics.prompt_graphs["replays"] == metrics.steps["mixed"] + metrics.steps["prefill"] > 5
 
 
+@pytest.mark.usefixtures("kernels")
+def test_without_batch_invariance_nothing_is_compared_and_rows_are_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products of this test have the same bits for any number of rows, so that the answers are the same ones."""
+    prompts = random_prompts((50, 3, 17, 70), seed=2, vocab=VOCAB)
+    write_checkpoint(tmp_path, "llama")
+    with engine(tmp_path, "llama", max_num_seqs=1, max_num_batched_tokens=256, cuda_graphs="off") as one:
+        want = [run(one, [prompt], TOLD)[0] for prompt in prompts]
+    rows: set[int] = set()
+
+    def product(projection: Projection, x: torch.Tensor) -> torch.Tensor:
+        rows.add(x.shape[0])
+        return exact_product(projection, x)
+
+    def compared(*_: object) -> None:
+        raise AssertionError("row counts were compared")
+
+    monkeypatch.setattr(Projection, "by_library", product)
+    monkeypatch.setattr(fused, "agreeing_rows", compared)
+    with engine(tmp_path, "llama", max_num_seqs=1, max_num_batched_tokens=256, cuda_graphs="off", batch_invariant=False) as one:
+        rows.clear()
+        check_same(want, [run(one, [prompt], TOLD)[0] for prompt in prompts], {})
+        assert rows == {1, 3, 17, 50, 64, 6}  # 70 in pieces of 64
+    with engine(tmp_path, "llama", max_num_seqs=6, max_num_batched_tokens=90, batch_invariant=False) as many:
+        check_same(want, run(many, prompts, TOLD, turns=[0, 0, 1, 2]), {})
+        assert many.metrics().graphs.get("replays", 0) > 0
+
+
 @pytest.mark.parametrize("most", [1, 5, 40, 256, 257, 300, 600, 1000, 1025, 2000, 8191, 8192, 9000])
 def test_every_decode_step_has_a_graph(most: int) -> None:
     """Whatever the number of sequences; row counts that disagree are passed over."""
@@ -108,6 +136,8 @@ def test_every_decode_step_has_a_graph(most: int) -> None:
         rows = made.graph_rows(most)
         assert rows == sorted(set(rows)) and set(rows) <= set(made._rows) and sum(r >= most for r in rows) == (most <= 8192)
         assert all(made.padded_rows(n) in rows for n in range(1, min(most, 8192) + 1))
+    made._rows = None
+    assert made.graph_rows(most) == row_buckets(min(most, 8192)) and made.graph_rows(most)[-1] >= min(most, 8192)
     made._rows = [8192]
     assert made.graph_rows(most) == ([8192] if most > 4096 else [])
 

@@ -16,7 +16,7 @@ import torch
 from deepinfer.errors import ConfigError
 from deepinfer.platforms import check_visible_devices, get_platform, host_memory
 from deepinfer.platforms.cpu import CpuPlatform
-from deepinfer.platforms.cuda import NO_WORKSPACE, CudaPlatform
+from deepinfer.platforms.cuda import NO_WORKSPACE, CudaPlatform, cublas_workspace
 from deepinfer.platforms.host_memory import register_host, unregister_host
 from deepinfer.platforms.targets import DEFAULT_TARGET, set_default_target
 from deepinfer.platforms.visible import ASCEND, CONTAINER, CUDA
@@ -133,6 +133,32 @@ def test_cublas_gets_no_workspace_before_cuda_starts(fake_gpu: Callable[[bool], 
             other.setenv(name, "64")
             with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 and CUBLASLT_WORKSPACE_SIZE=0, which batch invariance"):
                 CudaPlatform().prepare(None)
+
+
+def test_without_batch_invariance_cublas_keeps_its_own_workspace_or_the_users(
+    fake_gpu: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    CudaPlatform().prepare(None, batch_invariant=False)
+    assert not set(NO_WORKSPACE) & set(os.environ) and cublas_workspace() == 32 << 20
+    CudaPlatform().prepare(None)
+    assert cublas_workspace() == 0
+    CudaPlatform().prepare(None, batch_invariant=False)  # what the engine before this one has set is taken back
+    assert not set(NO_WORKSPACE) & set(os.environ)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    CudaPlatform().prepare(None, batch_invariant=False)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and cublas_workspace() == 0
+    CudaPlatform().prepare(None)
+    fake_gpu(True)
+    assert not caplog.records
+    CudaPlatform().prepare(None, batch_invariant=False)  # too late, and no error: products are right without
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0" and "without workspace" in caplog.text
+
+
+def test_batch_invariance_cannot_be_had_once_cuda_has_started_without(fake_gpu: Callable[[bool], None]) -> None:
+    CudaPlatform().prepare(None, batch_invariant=False)
+    fake_gpu(True)
+    with pytest.raises(ConfigError, match="batch invariance needs"):
+        CudaPlatform().prepare(None)
 
 
 class FakeDriver:

@@ -55,6 +55,6 @@ def run(args: argparse.Namespace) -> int:
         f"{bench_load.milliseconds('time to first token', figures['ttft_ms'])}\n"
         f"{bench_load.milliseconds('time between tokens', figures['itl_ms'])}\n"
         f"{bench_load.milliseconds('whole answer', figures['latency_ms'])}\n"
-        f"{result['machine']}; {result['dtype']}\n{bench_load.COUNTING}\n"
+        f"{bench_load.setting(result)}\n{bench_load.COUNTING}\n"
     )
     return console.EXIT_OK

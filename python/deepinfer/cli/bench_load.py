@@ -185,9 +185,15 @@ def circumstances(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
         "input_len": args.input_len,
         "output_len": args.output_len,
         "num_seqs": args.num_seqs,
+        "batch_invariant": setting.batch_invariant,
         "machine": machine.in_words(str(setting.device), torch.get_num_threads()),
         "counting": COUNTING,
     }
+
+
+def setting(result: dict[str, Any]) -> str:
+    """Machine, dtype and what is unusual of the settings, in a line for a person."""
+    return f"{result['machine']}; {result['dtype']}{'' if result['batch_invariant'] else '; batch invariance off'}"
 
 
 def milliseconds(name: str, values: dict[str, float | None]) -> str:

@@ -80,6 +80,6 @@ def run(args: argparse.Namespace) -> int:
         f"{args.num_prompts} prompts of {args.input_len} tokens, {args.output_len} out, {args.num_seqs} at once{rate}, {seconds:.2f} s\n"
         f"{bench_load.milliseconds('time to first token (waiting included)', figures['ttft_ms'])}\n"
         f"{bench_load.milliseconds('time a token, mean of an answer', figures['tpot_ms'])}\n{between}"
-        f"{result['machine']}; {result['dtype']}\n{bench_load.COUNTING}\n"
+        f"{bench_load.setting(result)}\n{bench_load.COUNTING}\n"
     )
     return console.EXIT_OK

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import sys
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ def collect() -> dict[str, Any]:
         "kernels": _kernels(),
         "optional": [_optional(part) for part in OPTIONAL_PARTS],
     }
+    if not report["torch"]["error"]:
+        report["numerics"] = _numerics()
     report["switches"], switch_error = _switches()
     report["problems"] = _problems(report, switch_error)
     return report
@@ -178,6 +181,22 @@ def _graphs(report: dict[str, Any]) -> str:
     return f"of steps: {'where the model can' if asked is None else 'on' if asked else 'off'} ({name}, --cuda-graphs)"
 
 
+def _numerics() -> dict[str, Any]:
+    """Variables that decide about cuBLAS's workspace, as they are here and as batch invariance needs them."""
+    from deepinfer.platforms.cuda import NO_WORKSPACE
+
+    return {name: {"value": os.environ.get(name), "batch_invariant": needed} for name, needed in NO_WORKSPACE.items()}
+
+
+def _batch_lines(report: dict[str, Any]) -> list[str]:
+    """What answers depend on, and where an engine replaces what was set of cuBLAS."""
+    lines = ["batches    answers do not depend on what runs beside them; --no-batch-invariant takes what is fastest"]
+    for name, told in report["numerics"].items():
+        if report["torch"]["gpus"] and told["value"] not in (None, told["batch_invariant"]):
+            lines.append(f"           {name}={told['value']} counts only with that; else an engine sets {told['batch_invariant']}")
+    return lines
+
+
 def _gib(value: int | None) -> str:
     return "unknown" if value is None else f"{value / 2**30:.1f} GiB"
 
@@ -217,6 +236,7 @@ def render(report: dict[str, Any], *, every_switch: bool) -> str:
     lines += [f"{'gpu' if i == 0 else '':<11}{gpu}" for i, gpu in enumerate(gpus)]
     lines += _kernel_lines(report["kernels"])
     lines.append(f"graphs     {_graphs(report)}")
+    lines += _batch_lines(report) if "numerics" in report else []
     lines += ["", "libraries"]
     lines += [f"  {name:<16} {version or 'missing'}" for name, version in report["libraries"].items()]
     lines += ["", "optional parts"]

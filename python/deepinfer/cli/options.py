@@ -101,6 +101,7 @@ ENGINE_OPTIONS = (
     Option("ngram_max", "most of them that are compared (default: 4)", int),
     Option("draft_budget", "most draft rows of one step (default: from measured times)", int),
     Option("zero_overhead", "plan a step while the device runs the one before it; the answer stays the same (default: on)"),
+    Option("batch_invariant", "answers have the same bits whatever runs beside them; without, some steps are faster (default: on)"),
     Option("cuda_graphs", "on a GPU, replay recorded steps; the answer stays the same (default: auto)", str, ("auto", "on", "off")),
     Option("kv_cache_dtype", "form of compressed caches; the answer stays the same", str, ("auto", "packed", "bfloat16", "float32")),
     Option(

@@ -252,7 +252,7 @@ def assemble(
     run = config.resolve()
     if config.rank is None and config.data_parallel_size > 1:
         raise ConfigError("an Engine is one rank; LLM and AsyncLLM start data_parallel_size of them")
-    run.platform.prepare(run.num_threads)
+    run.platform.prepare(run.num_threads, run.batch_invariant)
     sync_guard.configure(enabled=not environ.get("DEEPINFER_DISABLE_SYNC_GUARD"))
     resolved = resolve_model(config.model, config.revision, config.load_format)
     _check_quantization(config.quantization, resolved)
@@ -260,7 +260,7 @@ def assemble(
     check_weights(run, weights)
     group = None if config.rank is None else Membership(config.rank, run.device)
     with spread_experts(None if group is None else group.experts):
-        model = load_model(resolved, run.dtype, run.device, config.load_format, config.seed, progress)
+        model = load_model(resolved, run.dtype, run.device, config.load_format, config.seed, progress, run.batch_invariant)
     if group is not None and group.experts is not None and not group.experts.banks:
         raise ConfigError(f"expert_parallel: {config.model} has no experts to spread over the ranks; leave it out")
     speculative = drafting_of(config, model)

@@ -110,6 +110,10 @@ class EngineConfig:
         handover_lease: seconds that a hand-over may take; what is held for it is free after that.
         zero_overhead: plan and launch the next step while the device runs this one; results are the same either way. ``None`` =
             ``DEEPINFER_ZERO_OVERHEAD_SCHEDULING``.
+        batch_invariant: whatever runs beside a request, and however its prompt is cut, its answer has the same bits. ``False`` lets
+            products run by whatever is fastest at a step's number of rows: answers may then differ in last bits, and so in tokens where two
+            are nearly as likely, from run to run, with and without cached beginnings, drafts, overlapped steps and preemption. On a GPU it
+            has to be the same for all engines of a process.
         cuda_graphs: on a GPU, record steps once and replay each with one launch; results are the same either way. ``auto`` takes
             ``DEEPINFER_CUDA_GRAPHS``, else records them where the model can; ``on`` (``True``) makes it an error where it cannot.
         speculative: ``ngram`` proposes drafts by prompt lookup, ``dspark`` by the draft stages of a checkpoint that has them (see
@@ -187,6 +191,7 @@ class EngineConfig:
     kv_transfer_token: bytes | None = field(default=None, repr=False)
     handover_lease: float = 60.0
     zero_overhead: bool | None = None
+    batch_invariant: bool = True
     cuda_graphs: GraphUse = "auto"
     speculative: str | None = None
     num_draft_tokens: int | None = None
@@ -243,6 +248,8 @@ class EngineConfig:
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
+        if not isinstance(self.batch_invariant, bool):
+            raise ConfigError(f"batch_invariant must be True or False, got {self.batch_invariant!r}")
         if self.zero_overhead is not None and not isinstance(self.zero_overhead, bool):
             raise ConfigError(f"zero_overhead must be True, False or left out, got {self.zero_overhead!r}")
         if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs not in ("auto", "on", "off"):
@@ -416,6 +423,7 @@ class EngineConfig:
             quiet=environ.get("DEEPINFER_QUIET") if self.quiet is None else self.quiet,
             zero_overhead=environ.get("DEEPINFER_ZERO_OVERHEAD_SCHEDULING") if self.zero_overhead is None else self.zero_overhead,
             cuda_graphs=graphs,
+            batch_invariant=self.batch_invariant,
         )
 
 
@@ -432,6 +440,7 @@ class RunConfig:
     quiet: bool
     zero_overhead: bool = True
     cuda_graphs: bool | None = None
+    batch_invariant: bool = True
 
     @property
     def device(self) -> torch.device:

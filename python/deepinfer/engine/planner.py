@@ -117,7 +117,10 @@ def sampling_scratch(max_num_seqs: int, vocab_size: int) -> int:
 def report(
     run: RunConfig, plan: KvPlan, name: str, weight_bytes: int, snapshots: tuple[int, int] = (0, 0), slices: tuple[int, int] = (0, 0)
 ) -> str:
-    """What fits, in three lines for a person. ``snapshots``, ``slices``: of states, how many host memory holds and their bytes."""
+    """What fits, in three lines for a person, and a fourth if answers depend on the batch.
+
+    ``snapshots``, ``slices``: of states, how many host memory holds and their bytes.
+    """
     size = f"{plan.full_sequences:.1f}" if plan.full_sequences < 10 else f"{plan.full_sequences:.0f}"
     pool = f"{plan.tokens:,} tokens in {plan.num_blocks:,} blocks of {plan.block_tokens}"
     if plan.state_bytes:
@@ -131,6 +134,7 @@ def report(
         f"  weights {_gib(weight_bytes)} · KV {_gib(plan.kv_bytes)} = {pool}\n"
         f"  at most {run.max_num_seqs} sequences in a step; {size} at the full length of {plan.max_model_len:,} tokens · "
         f"to change: max_num_seqs, max_model_len, kv_memory_fraction ({run.kv_memory_fraction:g}) or num_kv_blocks"
+        + ("" if run.batch_invariant else "\n  batch invariance is off: last bits of an answer may follow from what runs beside it")
     )
 
 

@@ -372,6 +372,14 @@ class RemarkingModel(Model, Protocol):
     """One line each; empty = nothing to say."""
 
 
+@runtime_checkable
+class BatchDependentModel(Protocol):
+    """A model with a faster way for whom it is no matter that a row's bits follow from the number of rows."""
+
+    def allow_batch_dependence(self) -> None:
+        """Called once, before weights are loaded, where an engine does without batch invariance."""
+
+
 class Fillable(Protocol):
     """The part of a loadable model that takes its weights."""
 

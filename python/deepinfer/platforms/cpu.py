@@ -35,8 +35,10 @@ class CpuPlatform:
         """Processor, cores and memory in one line."""
         return f"{processor_name()}, {os.cpu_count()} cores, {self.memory_total() / 2**30:.1f} GiB"
 
-    def prepare(self, num_threads: int | None) -> None:
-        """Fixes the thread count: a row's bits may only depend on it where an operator splits a row, which ours do not."""
+    def prepare(self, num_threads: int | None, batch_invariant: bool = True) -> None:
+        """Fixes the thread count: a row's bits may only depend on it where an operator splits a row, which ours do not. Libraries have
+        nothing to be held to here."""
+        del batch_invariant
         set_default_target(self.kernel_target)
         if num_threads is not None and num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -14,8 +15,19 @@ NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0
 bias, for which torch wants a share of the first."""
 
 
+log = logging.getLogger("deepinfer.platforms")
+
+_DEFAULT_WORKSPACE = 32 << 20
+"""Bytes that NVIDIA recommends for cuBLAS on GPUs of compute capability 9.0 and above, and torch takes there."""
+
+
+def cublas_workspace() -> int:
+    """Bytes that a handle of cuBLAS is to be given for each stream; 0 where a variable of the environment says what it takes itself."""
+    return 0 if os.environ.get("CUBLAS_WORKSPACE_CONFIG") else _DEFAULT_WORKSPACE
+
+
 class CudaPlatform:
-    """One GPU: pinned step buffers, bf16 by default, cuBLAS held to one reduction order for every row count."""
+    """One GPU: pinned step buffers, bf16 by default, cuBLAS held to one reduction order for every row count where that is asked for."""
 
     name = "cuda"
     pinned = True
@@ -47,19 +59,18 @@ class CudaPlatform:
         p = torch.cuda.get_device_properties(self.device)
         return f"{p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB"
 
-    def prepare(self, num_threads: int | None) -> None:
+    def prepare(self, num_threads: int | None, batch_invariant: bool = True) -> None:
         """Zero cuBLAS workspace (no split-K, so a row's bits do not follow the row count), no TF32, no reduced reductions.
 
+        Without ``batch_invariant`` cuBLAS has the workspace that it has by default, or a user's own other than none.
+
         Raises:
-            ConfigError: CUDA has already started in this process with another workspace setting.
+            ConfigError: CUDA has already started in this process with another workspace setting, and ``batch_invariant`` needs none.
         """
-        if torch.cuda.is_initialized() and any(os.environ.get(name) != value for name, value in NO_WORKSPACE.items()):
-            wanted = " and ".join(f"{name}={value}" for name, value in NO_WORKSPACE.items())
-            raise ConfigError(
-                f"CUDA was started in this process before the engine could set {wanted}, which batch invariance needs; "
-                "create the engine first, or start the process with them"
-            )
-        os.environ.update(NO_WORKSPACE)
+        if batch_invariant:
+            self._take_workspace()
+        else:
+            self._leave_workspace()
         if num_threads is not None and num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -68,6 +79,26 @@ class CudaPlatform:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.cuda.set_device(self.device)
         set_default_target(self.kernel_target)
+
+    @staticmethod
+    def _take_workspace() -> None:
+        if torch.cuda.is_initialized() and any(os.environ.get(name) != value for name, value in NO_WORKSPACE.items()):
+            wanted = " and ".join(f"{name}={value}" for name, value in NO_WORKSPACE.items())
+            raise ConfigError(
+                f"CUDA was started in this process before the engine could set {wanted}, which batch invariance needs; "
+                "create the engine first, or start the process with them"
+            )
+        os.environ.update(NO_WORKSPACE)
+
+    @staticmethod
+    def _leave_workspace() -> None:
+        for name, value in NO_WORKSPACE.items():
+            if os.environ.get(name) != value:
+                continue
+            if torch.cuda.is_initialized():
+                log.warning("CUDA was started in this process with %s=%s, so products run without workspace; some are slower", name, value)
+                return
+            del os.environ[name]  # of an engine before this one, in this process or the one that started it
 
     def memory_total(self) -> int:
         """Bytes on the card."""

@@ -27,8 +27,11 @@ class Platform(Protocol):
     def describe(self) -> str:
         """One line for people: device name and memory."""
 
-    def prepare(self, num_threads: int | None) -> None:
-        """Sets process-wide numerics and threads; call before tensors are made. Idempotent."""
+    def prepare(self, num_threads: int | None, batch_invariant: bool = True) -> None:
+        """Sets process-wide numerics and threads; call before tensors are made. Idempotent.
+
+        ``batch_invariant``: libraries are held to one order of additions for every number of rows.
+        """
 
     def memory_total(self) -> int:
         """Bytes of the device's memory (or of this process's limit, if smaller)."""

@@ -44,7 +44,7 @@ def values_of(config: EngineConfig, run: RunConfig, resolved: ResolvedModel, sta
         "revision": resolved.revision,
         "weights": f"dummy {config.seed}" if config.load_format == "dummy" else resolved.weight_format,
         "dtype": dtype,
-        "numerics": f"{run.platform.name}/{KERNEL_SET}/{dtype}",
+        "numerics": f"{run.platform.name}/{KERNEL_SET}/{dtype}{'' if run.batch_invariant else '/any rows'}",
         # A model that has nothing to make up is exact under either.
         "hit policy": config.hit_policy if window_hits(state) else "exact",
     }

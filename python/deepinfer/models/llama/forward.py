@@ -1,7 +1,7 @@
 """How a Llama-family model is computed: by fused kernels on a GPU that has them (``fused``), else by reference operators, as here.
 
-Rows are padded once to a fixed set of counts and stay padded through all layers. The residual stream is float32;
-projections run in the run dtype, attention and norms in float32.
+Rows are padded once to a fixed set of counts and stay padded through all layers, unless batch invariance is not asked for. The residual
+stream is float32; projections run in the run dtype, attention and norms in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ...errors import KernelBuildError
 from ...kernels.kv_write import kv_write
 from ...kernels.linear import PackedLinear, pack_linear, row_bucket, row_quantum
-from ...kernels.paged_attention import make_plan, paged_attention, safe_query_block
+from ...kernels.paged_attention import QUERY_BLOCK, make_plan, paged_attention, safe_query_block
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import RopeTable
 from ...kernels.swiglu import swiglu
@@ -32,12 +32,12 @@ class _Layer:
 
     __slots__ = ("down", "gate_up", "input_norm", "out", "post_norm", "qk_norm", "qkv", "window")
 
-    def __init__(self, p: LayerParameters, t: LlamaTopology, window: int | None) -> None:
+    def __init__(self, p: LayerParameters, t: LlamaTopology, window: int | None, invariant: bool) -> None:
         self.input_norm, self.post_norm = p.input_norm, p.post_norm
-        self.qkv = pack_linear(p.qkv, p.qkv_bias)
-        self.out = pack_linear(p.out, p.out_bias)
-        self.gate_up = pack_linear(p.gate_up, p.gate_up_bias)
-        self.down = pack_linear(p.down, p.down_bias)
+        self.qkv = pack_linear(p.qkv, p.qkv_bias, invariant=invariant)
+        self.out = pack_linear(p.out, p.out_bias, invariant=invariant)
+        self.gate_up = pack_linear(p.gate_up, p.gate_up_bias, invariant=invariant)
+        self.down = pack_linear(p.down, p.down_bias, invariant=invariant)
         self.qk_norm = None
         if p.qk_norm is not None:
             self.qk_norm = torch.cat((p.qk_norm[:1].expand(t.heads, -1), p.qk_norm[1:].expand(t.kv_heads, -1)))
@@ -64,6 +64,7 @@ class LlamaModel:
         self._fused: FusedForward | None = None
         self._query_block = 1
         self._row_quantum = row_quantum(device)
+        self._invariant = True
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
@@ -87,13 +88,17 @@ class LlamaModel:
         """See ``base.LoadableModel``."""
         return self._places[name]
 
+    def allow_batch_dependence(self) -> None:
+        """See ``base.BatchDependentModel``: rows are neither padded nor run in pieces whose bits agree."""
+        self._invariant = False
+
     def finish_loading(self) -> None:
         """Makes the fused forward if its kernels are there, else packs the weights for the reference operators."""
         self._places.close()
         assert self._unpacked is not None
         if self.device.type == "cuda":
             try:
-                self._fused = FusedForward(self.topology, self._unpacked, self._rope, self.dtype, self.device)
+                self._fused = FusedForward(self.topology, self._unpacked, self._rope, self.dtype, self.device, self._invariant)
             except KernelBuildError:  # said once in a warning by whoever missed the kernel
                 self._fused = None
         if self._fused is None:
@@ -103,11 +108,12 @@ class LlamaModel:
         """Packs the weights layer by layer and frees the unpacked ones."""
         parameters, self._unpacked = self._unpacked, None
         assert parameters is not None
-        self._head = pack_linear(parameters.head, largest_rows=64 if self.device.type == "cpu" else None)
-        self._query_block = safe_query_block(self.device, self.topology.head_dim, self.topology.heads // self.topology.kv_heads)
+        t, invariant = self.topology, self._invariant
+        self._head = pack_linear(parameters.head, largest_rows=64 if self.device.type == "cpu" else None, invariant=invariant)
+        self._query_block = safe_query_block(self.device, t.head_dim, t.heads // t.kv_heads) if invariant else QUERY_BLOCK
         layers = parameters.layers
-        for window in self.topology.windows:
-            self._layers.append(_Layer(layers.pop(0), self.topology, window))
+        for window in t.windows:
+            self._layers.append(_Layer(layers.pop(0), t, window, invariant))
 
     def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:
         """One paged group: keys and values of every layer, in the run dtype, under ``layers.<i>.k`` and ``layers.<i>.v``."""
@@ -128,7 +134,7 @@ class LlamaModel:
             return self._fused.forward(batch, self._names, kv)
         t = self.topology
         count = batch.ids.shape[0]
-        rows = row_bucket(count, self._row_quantum)
+        rows = row_bucket(count, self._row_quantum) if self._invariant else count
         ids, pos, (slots,) = batch.padded(rows)
         cos, sin = self._rope.cos_sin(pos)
         page_tokens = kv[self._names[0][0]].shape[1]

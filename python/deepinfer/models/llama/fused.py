@@ -2,7 +2,8 @@
 
 Per layer: norm · projection · rotation and cache write · attention · projection · sum and norm · projection · gated activation ·
 projection · sum and norm. The residual stream is float32, everything else the run dtype. A row's bits do not depend on the number of rows,
-which are padded only to counts that were compared when the model was loaded. Decode steps allocate nothing that outlives them and read no
+which are padded only to counts that were compared when the model was loaded; without batch invariance nothing is compared, and nothing
+padded. Decode steps allocate nothing that outlives them and read no
 number of the host but the row count, so they can be recorded as graphs.
 """
 
@@ -94,12 +95,19 @@ class FusedForward:
         rope: its rotations.
         dtype: bfloat16 or float16.
         device: a GPU.
+        batch_invariant: a row's bits are those it has in any other number of rows.
 
     Raises ``KernelBuildError`` if a kernel cannot be had: the model then runs on its reference operators.
     """
 
     def __init__(
-        self, topology: LlamaTopology, parameters: LlamaParameters, rope: RopeTable, dtype: torch.dtype, device: torch.device
+        self,
+        topology: LlamaTopology,
+        parameters: LlamaParameters,
+        rope: RopeTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool = True,
     ) -> None:
         t = topology
         self.topology, self.dtype, self.device = t, dtype, device
@@ -129,8 +137,11 @@ class FusedForward:
         self._scratch = Scratch(t.heads, t.head_dim, device)
         self._attention: dict[int | None, PagedAttention] = {}
         self._page_tokens = 0
-        self._rows = agreeing_rows([projection for layer in self._layers for projection in layer.projections], _row_counts())
-        self._head_rows = agreeing_rows([self._head], [r for r in _row_counts() if r <= _LARGEST_HEAD])
+        self._rows: list[int] | None = None  # those that agree; None = any number is run as it is
+        self._head_rows: list[int] | None = None
+        if batch_invariant:
+            self._rows = agreeing_rows([projection for layer in self._layers for projection in layer.projections], _row_counts())
+            self._head_rows = agreeing_rows([self._head], [r for r in _row_counts() if r <= _LARGEST_HEAD])
         self._firsts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def use_pages(self, page_tokens: int) -> None:
@@ -165,6 +176,8 @@ class FusedForward:
 
     def padded_rows(self, count: int) -> int:
         """The least row count of at least ``count`` that is made of whole pieces of ``_LARGEST_STEP`` and one that agrees."""
+        if self._rows is None:
+            return count
         whole, rest = divmod(count, _LARGEST_STEP)
         return whole * _LARGEST_STEP + (self._rows[bisect_left(self._rows, rest)] if rest else 0)
 
@@ -239,7 +252,7 @@ class FusedForward:
         count = hidden.shape[0]
         if count > _LARGEST_HEAD:
             return torch.cat([self.run_logits(piece) for piece in hidden.split(_LARGEST_HEAD)])
-        rows = self._head_rows[bisect_left(self._head_rows, count)]
+        rows = count if self._head_rows is None else self._head_rows[bisect_left(self._head_rows, count)]
         if rows != count:
             hidden = F.pad(hidden, (0, 0, 0, rows - count))
         return self._head(hidden.contiguous())[:count]

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ...errors import ConfigError, UnsupportedFormatError
-from ..base import LoadableModel
+from ..base import BatchDependentModel, LoadableModel
 from ..contract import check_model
 from ..registry import resolve_architecture
 from .dummy import DummySource
@@ -74,11 +74,13 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: Progress | None = None,
+    batch_invariant: bool = True,
 ) -> LoadableModel:
     """Builds the model of ``source`` on ``device`` with run dtype ``dtype`` and fills it.
 
     ``load_format``: ``auto``, ``safetensors``, ``gguf`` or ``dummy`` (random weights from ``seed``, needs only the config).
-    ``progress(done, total)`` counts bytes of parameters. Raises ``UnsupportedModelError``, ``UnsupportedConfigError``,
+    ``progress(done, total)`` counts bytes of parameters. Without ``batch_invariant`` a family may take its fastest way for every number of
+    rows, if it has one (``base.BatchDependentModel``). Raises ``UnsupportedModelError``, ``UnsupportedConfigError``,
     ``UnsupportedFormatError``, ``CheckpointError`` or ``ConfigError``; ``ModelContractError`` for a family of another package
     that does not keep the contract of ``base``.
     """
@@ -93,5 +95,7 @@ def load_model(
         return model
     model = family.from_config(source.config, dtype, torch.device(device))
     check_model(model)
+    if not batch_invariant and isinstance(model, BatchDependentModel):
+        model.allow_batch_dependence()
     fill(model, _source(source, load_format, seed, model), progress)
     return model
