@@ -64,7 +64,9 @@ class OnCpu:
         self._program = program
 
     def launch(self, grid: tuple[int, ...], *args: torch.Tensor | int | float) -> None:
-        """Launches. Numbers of dynamic shapes, which tensors tell there, must be in the order in which the GPU's kernel takes them."""
+        """Launches. Numbers of dynamic shapes, which tensors tell there, must be in the order in which the GPU's kernel takes them. 8-bit
+        floats are given as bytes."""
+        args = tuple(a.view(torch.uint8) if isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn else a for a in args)
         call = cpu_kernel(self._program)
         function = call.prim_func  # type: ignore[attr-defined]
         names = [name for name, _ in lowered(self._program).args]

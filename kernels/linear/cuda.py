@@ -10,7 +10,7 @@ tensor-core accumulation after another over K in steps of 16, never split. cuBLA
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -201,17 +201,32 @@ class Projection:
         return self.library.linear(x, self.weight)
 
 
-def agreeing_rows(projections: Sequence[Projection], candidates: Sequence[int]) -> list[int]:
+class Product(Protocol):
+    """What ``agreeing_rows`` compares: ``Projection``, or one that keeps its weight in another form. ``weight`` in the run dtype."""
+
+    few_up_to: int
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+    @property
+    def few(self) -> object | None: ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def by_library(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+def agreeing_rows(projections: Sequence[Product], candidates: Sequence[int]) -> list[int]:
     """Which numbers of rows give every row the bits it has among the most rows of all: for all ``projections``, ascending.
 
     Compares every row of random inputs, bit by bit. A kernel for few rows that differs from the library is switched off (``few_up_to``)
     before the library's own form is compared. The largest candidate is the definition and always agrees.
     """
     agreed = sorted(set(candidates))
-    seen: dict[tuple[int, int, bool], tuple[list[int], int]] = {}
+    seen: dict[tuple[type, int, int, bool], tuple[list[int], int]] = {}
     for projection in projections:
         weight = projection.weight
-        key = (weight.shape[0], weight.shape[1], projection.bias is not None)
+        key = (type(projection), weight.shape[0], weight.shape[1], projection.bias is not None)
         if key not in seen:
             seen[key] = _agreeing(projection, sorted(set(candidates)))
         rows, projection.few_up_to = seen[key][0], min(projection.few_up_to, seen[key][1])
@@ -219,7 +234,7 @@ def agreeing_rows(projections: Sequence[Projection], candidates: Sequence[int]) 
     return agreed
 
 
-def _agreeing(projection: Projection, candidates: list[int]) -> tuple[list[int], int]:
+def _agreeing(projection: Product, candidates: list[int]) -> tuple[list[int], int]:
     """Agreeing candidates, and up to how many rows the kernel for few agrees."""
     weight = projection.weight
     generator = torch.Generator().manual_seed(0)

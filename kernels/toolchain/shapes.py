@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +46,7 @@ class ModelShape:
         page_tokens: tokens of a page of the KV cache.
         dtype: the run dtype, ``bfloat16`` or ``float16``.
         qk_norm: whether queries and keys are normalised head by head before they are rotated.
+        weights: how projections keep their weights: ``plain`` (the run dtype) or ``fp8`` (packed, ``kernels/linear_fp8``).
     """
 
     hidden: int
@@ -57,6 +58,7 @@ class ModelShape:
     page_tokens: int = 64
     dtype: str = "bfloat16"
     qk_norm: bool = False
+    weights: str = "plain"
 
     @property
     def q_size(self) -> int:
@@ -73,6 +75,13 @@ SMOLLM2_135M = ModelShape(hidden=576, heads=9, kv_heads=3, head_dim=64, intermed
 SMOLLM2_1_7B = ModelShape(hidden=2048, heads=32, kv_heads=32, head_dim=64, intermediate=8192, vocab=49152)
 LLAMA_8B = ModelShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
 QWEN3_8B = ModelShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, qk_norm=True)
+QWEN3_8B_FP8 = replace(QWEN3_8B, weights="fp8")
 
-NAMED = {"smollm2-135m": SMOLLM2_135M, "smollm2-1.7b": SMOLLM2_1_7B, "llama-8b": LLAMA_8B, "qwen3-8b": QWEN3_8B}
+NAMED = {
+    "smollm2-135m": SMOLLM2_135M,
+    "smollm2-1.7b": SMOLLM2_1_7B,
+    "llama-8b": LLAMA_8B,
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-8b-fp8": QWEN3_8B_FP8,
+}
 """Shapes that every operator's kernels are compiled for before a change is taken."""

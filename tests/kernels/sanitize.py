@@ -91,6 +91,24 @@ def linear(i: Inputs) -> None:
             operator(i.normal(rows, width), weight, i.empty(rows, out_width))
 
 
+def linear_fp8(i: Inputs) -> None:
+    from deepinfer.kernels.linear.cuda import linears_of
+    from deepinfer.kernels.linear_fp8 import PackedWeight, scale_shape
+    from deepinfer.kernels.linear_fp8.cuda import _LIMITS, Expansion, FewRowsFp8
+
+    if i.shape.weights != "fp8":
+        return
+    expansion = Expansion(i.dtype, i.device)
+    for width, out_width in linears_of(i.shape)[:-1]:
+        scale = i.normal(*scale_shape(out_width, width), dtype=torch.float32)
+        weight = PackedWeight(i.normal(out_width, width, dtype=torch.float8_e4m3fn), scale)
+        operator = FewRowsFp8(width, out_width, i.dtype, i.device)
+        for rows in [limit - 1 for limit in _LIMITS if limit <= operator.limit]:
+            operator(i.normal(rows, width), weight, i.empty(rows, out_width))
+        expansion.reserve(weight.shape)
+        expansion(weight)
+
+
 def paged_attention(i: Inputs) -> None:
     from deepinfer.kernels.paged_attention.cuda import PagedAttention, Scratch
     from deepinfer.kernels.paged_attention.units import one_row_units, step_units
@@ -177,7 +195,7 @@ def swiglu(i: Inputs) -> None:
 
 
 EXERCISES: dict[str, Callable[[Inputs], None]] = {
-    f.__name__: f for f in (argmax, begin_step, embedding, linear, paged_attention, rms_norm, rope_kv, sample, swiglu)
+    f.__name__: f for f in (argmax, begin_step, embedding, linear, linear_fp8, paged_attention, rms_norm, rope_kv, sample, swiglu)
 }
 """Operator → what calls all of its kernels."""
 

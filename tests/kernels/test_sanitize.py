@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepinfer.kernels import registry
-from deepinfer.kernels.toolchain import Dialect, Program, StoredKernel, loading
+from deepinfer.kernels.toolchain import Dialect, ModelShape, Program, StoredKernel, loading
 from deepinfer.kernels.toolchain.nvrtc import Resources
 from deepinfer.kernels.toolchain.shapes import LLAMA_8B, NAMED
 from kernel_kit import need_tilelang
@@ -71,10 +71,20 @@ def test_every_kernel_is_launched_with_what_it_takes(sanitize: ModuleType) -> No
 
 
 @pytest.mark.usefixtures("idle")
+def test_packed_weights_are_exercised(sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which shapes as small as the one above do not have."""
+    small = ModelShape(256, 4, 2, 64, 512, 128, weights="fp8")
+    monkeypatch.setitem(NAMED, "small", small)
+    monkeypatch.setattr(sanitize, "EXERCISES", {"linear_fp8": sanitize.linear_fp8})
+    missed = sanitize.exercise("small", torch.device("cpu"))
+    assert {p.op for p in missed} == {op for op in registry.operators() if registry.programs(small, op)} - {"linear_fp8"}
+
+
+@pytest.mark.usefixtures("idle")
 def test_a_kernel_that_is_left_out_is_named(sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "EXERCISES", {"swiglu": sanitize.swiglu})
     missed = sanitize.exercise("smollm2-135m", torch.device("cpu"))
-    assert {p.op for p in missed} == set(registry.operators()) - {"swiglu"}
+    assert {p.op for p in missed} == set(registry.operators()) - {"swiglu", "linear_fp8"}
 
 
 def test_without_a_gpu_it_says_so(sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
