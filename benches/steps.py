@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--weights", default="auto", choices=("auto", "packed", "expanded"), help="of an FP8 checkpoint")
     parser.add_argument("--seqs", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=256)
@@ -117,7 +118,7 @@ def main() -> None:
     args = parser.parse_args()
     started = time.perf_counter()
     settings: dict[str, Any] = {"load_format": args.load_format, "device": args.device, "batch_invariant": args.batch_invariant}
-    with LLM(model=args.model, max_num_seqs=max(args.seqs), **settings) as llm:
+    with LLM(model=args.model, max_num_seqs=max(args.seqs), weights=args.weights, **settings) as llm:
         found: dict[str, Any] = {
             "machine": machine.in_words(str(llm.engine.run.device), None),
             "batch_invariant": args.batch_invariant,

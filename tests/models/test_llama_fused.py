@@ -3,9 +3,7 @@ references' logits, and a sequence its bits whatever runs beside it, in prompt s
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,54 +13,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from attention_kit import stand_in
 from deepinfer.engine.engine import Engine
-from deepinfer.kernels.linear import cuda as linear
 from deepinfer.kernels.linear.cuda import Projection
-from deepinfer.kernels.toolchain import loading
 from deepinfer.models.base import row_buckets
 from deepinfer.models.llama import fused
 from deepinfer.models.llama.forward import LlamaModel
 from deepinfer.sampling import SamplingParams
-from deepinfer.worker import graphs
 from engine_kit import random_prompts
 from exact_kit import COMMON, KINDS, VOCAB, check_same, engine_of, run
-from graphs_kit import Recorded
-from kernel_kit import OnCpu, need_tilelang
+from fused_kit import exact_product, use_stand_ins
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 64, "intermediate_size": 96}
 TOLD = SamplingParams(temperature=0, max_tokens=5, logprobs=-1)
-OPERATORS = ("argmax", "embedding", "linear", "paged_attention", "rms_norm", "rope_kv", "swiglu")
-
-
-def exact_product(projection: Projection, x: torch.Tensor) -> torch.Tensor:
-    """In float64, whose order of additions is lost when it is rounded."""
-    out = x.double() @ projection.weight.double().T
-    return (out if projection.bias is None else out + projection.bias.double()).to(x.dtype)
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models of the family made from now on have their fused forward; bfloat16 is float32 on the CPU target."""
-    need_tilelang()
-    stand_in(monkeypatch)
-    monkeypatch.setattr(loading, "load", lambda programs, device, after=False, store=None: [OnCpu(p) for p in programs])
-    for module in (fused, *(importlib.import_module(f"deepinfer.kernels.{op}.cuda") for op in OPERATORS)):
-        if hasattr(module, "run_dtype"):
-            monkeypatch.setattr(module, "run_dtype", lambda dtype: "bfloat16")
-    monkeypatch.setattr(linear, "choose", lambda in_features, out_features, rows: None)
-    monkeypatch.setattr(Projection, "by_library", exact_product)
-    monkeypatch.setattr(fused, "_LARGEST_STEP", 64)  # so that steps run in pieces
-
-    def finish(model: LlamaModel) -> None:
-        assert model._unpacked is not None
-        model._places.close()
-        model._fused = fused.FusedForward(model.topology, model._unpacked, model._rope, model.dtype, model.device, model._invariant)
-
-    monkeypatch.setattr(LlamaModel, "finish_loading", finish)
-    monkeypatch.setattr(graphs, "can_record", lambda device: True)
-    monkeypatch.setattr(graphs, "recorder_for", lambda device: Recorded())
-    yield
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of the family made from now on have their fused forward."""
+    use_stand_ins(monkeypatch)
 
 
 def write_checkpoint(folder: Path, kind: str) -> None:

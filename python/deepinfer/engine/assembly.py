@@ -256,11 +256,12 @@ def assemble(
     sync_guard.configure(enabled=not environ.get("DEEPINFER_DISABLE_SYNC_GUARD"))
     resolved = resolve_model(config.model, config.revision, config.load_format)
     _check_quantization(config.quantization, resolved)
-    weights = weight_bytes(resolved, run.dtype)
+    weights = weight_bytes(resolved, config, run)
     check_weights(run, weights)
     group = None if config.rank is None else Membership(config.rank, run.device)
     with spread_experts(None if group is None else group.experts):
-        model = load_model(resolved, run.dtype, run.device, config.load_format, config.seed, progress, run.batch_invariant)
+        how = (config.load_format, config.seed, progress, run.batch_invariant, config.weights)
+        model = load_model(resolved, run.dtype, run.device, *how)
     if group is not None and group.experts is not None and not group.experts.banks:
         raise ConfigError(f"expert_parallel: {config.model} has no experts to spread over the ranks; leave it out")
     speculative = drafting_of(config, model)

@@ -16,7 +16,7 @@ import torch
 from deepinfer.engine import environ
 from deepinfer.engine.data_parallel.place import RankPlace
 from deepinfer.errors import ConfigError, UnsupportedFormatError
-from deepinfer.models.base import CacheForm, TablePlace, Truncation
+from deepinfer.models.base import CacheForm, TablePlace, Truncation, WeightForm
 from deepinfer.platforms import Platform, get_platform
 from deepinfer.speculative import OFF, SpeculativeSettings
 
@@ -63,6 +63,8 @@ class EngineConfig:
             dot products (AVX512-BF16, AMX, Arm BF16), float32 on others.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; ``auto`` takes ``DEEPINFER_ACCELERATOR``, then a GPU if there is one.
         quantization: ``fp8`` or ``gguf`` to insist on it; what a checkpoint declares is read anyway. Others are refused by name.
+        weights: whether FP8 weights stay ``packed`` (half the memory, the same results) or are ``expanded`` to ``dtype`` when loaded;
+            ``auto`` = packed on a GPU with kernels for them. ``packed`` is an error where they cannot stay so.
         max_model_len: longest prompt plus answer, in tokens; ``None`` = the model's own limit, lowered to what the KV memory holds.
         max_num_seqs: most sequences in one step; ``None`` = 64 on a CPU, 256 on a GPU (never above ``max_num_batched_tokens``).
         max_num_batched_tokens: most token rows in one step; longer prompts are cut in chunks. ``None`` = 512 on a CPU, 8192 on a GPU.
@@ -157,6 +159,7 @@ class EngineConfig:
     dtype: str | torch.dtype = "auto"
     device: str | torch.device = "auto"
     quantization: str | None = None
+    weights: WeightForm = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -242,6 +245,8 @@ class EngineConfig:
             raise UnsupportedFormatError(
                 f"quantization {self.quantization!r} is not read; {' and '.join(QUANTIZATIONS)} checkpoints are, without naming it"
             )
+        if self.weights not in get_args(WeightForm):
+            raise ConfigError(f"weights must be one of {', '.join(get_args(WeightForm))}, got {self.weights!r}")
         if self.load_format not in get_args(LoadFormat):
             raise ConfigError(f"load_format must be one of {', '.join(get_args(LoadFormat))}, got {self.load_format!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from deepinfer.engine.config import EngineConfig, RunConfig
 from deepinfer.errors import CapacityError
-from deepinfer.models import ResolvedModel, resolve_architecture
+from deepinfer.models import ResolvedModel
 from deepinfer.models.base import PagedGroup, StateGroup
+from deepinfer.models.loaders import model_of_size
 from deepinfer.models.sizes import resident_bytes
 from deepinfer.worker.kv_cache import state_bytes
 
@@ -138,14 +137,14 @@ def report(
     )
 
 
-def weight_bytes(resolved: ResolvedModel, dtype: torch.dtype) -> int:
-    """Bytes of a model's parameters run in ``dtype``, from its configuration alone: nothing is allocated or read.
+def weight_bytes(resolved: ResolvedModel, config: EngineConfig, run: RunConfig) -> int:
+    """Bytes of a model's parameters as they will lie on the device, from its configuration, and from the headers of an FP8 checkpoint
+    whose weights stay packed: nothing is allocated.
 
     Raises:
-        UnsupportedModelError, UnsupportedConfigError: as loading it would.
+        UnsupportedModelError, UnsupportedConfigError: as loading it would; of an FP8 checkpoint also CheckpointError.
     """
-    empty = resolve_architecture(resolved.architecture).from_config(resolved.config, dtype, torch.device("meta"))
-    return resident_bytes(empty)
+    return resident_bytes(model_of_size(resolved, run.dtype, run.device, config.load_format, config.weights))
 
 
 def check_weights(run: RunConfig, weight_bytes: int) -> None:

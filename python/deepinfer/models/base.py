@@ -14,7 +14,7 @@ batch's host integers.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
@@ -101,6 +101,7 @@ class StateGroup:
     history: int = 0
 
 
+WeightForm = Literal["auto", "packed", "expanded"]
 Truncation = Literal["off", "mask", "compact"]
 CacheForm = Literal["auto", "packed", "bfloat16", "float32"]
 TablePlace = Literal["auto", "files", "device", "host"]
@@ -378,6 +379,21 @@ class BatchDependentModel(Protocol):
 
     def allow_batch_dependence(self) -> None:
         """Called once, before weights are loaded, where an engine does without batch invariance."""
+
+
+@runtime_checkable
+class PackingModel(Model, Protocol):
+    """A model that can keep weights as FP8 checkpoints store them: 8-bit floats with scales (``kernels.linear_fp8.PackedWeight``)."""
+
+    @classmethod
+    def from_packed(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, packed: Collection[str]) -> Self:
+        """Like ``LoadableModel.from_config``, in whose place it is called. ``packed``: weights that may stay packed. Of those that do,
+        ``parameter`` gives a place in float8_e4m3fn, and ``parameter_shapes`` lists ``<name>_scale_inv`` besides, float32 of the shape
+        ``kernels.linear_fp8.scale_shape``."""
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of all weights that are packed; 0 also where they had to be expanded once they were loaded."""
 
 
 class Fillable(Protocol):

@@ -10,6 +10,7 @@ from ..kernels.toolchain.shapes import ModelShape
 from .llama.forward import LlamaModel
 from .llama.fused import kernel_shape
 from .llama.topology import read_topology
+from .loaders.fp8 import may_pack
 from .registry import architecture_of, resolve_architecture
 
 
@@ -21,4 +22,5 @@ def read_kernel_shape(config: Mapping[str, Any], dtype: str = "bfloat16", page_t
     architecture = architecture_of(config)
     if not issubclass(resolve_architecture(architecture), LlamaModel):
         raise UnsupportedModelError(f"architecture {architecture!r} runs on torch's operators alone: there are no kernels to build for it")
-    return kernel_shape(read_topology(config, architecture), dtype, page_tokens)
+    weights = "fp8" if may_pack(config.get("quantization_config") or {}) else "plain"
+    return kernel_shape(read_topology(config, architecture), dtype, page_tokens, weights)

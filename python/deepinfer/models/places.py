@@ -12,6 +12,10 @@ from math import prod
 import torch
 
 from ..errors import UnsupportedConfigError
+from ..kernels.linear_fp8 import SCALE_ROWS, PackedWeight, scale_shape
+
+PACKED_SCALE = "_scale_inv"
+"""What follows a weight's name in that of its scales, where it stays packed."""
 
 _MOST_BYTES = 1 << 60
 
@@ -52,6 +56,20 @@ class ParameterPlaces:
         for name, part in zip(names, fused.split(list(rows)), strict=True):
             self.put(name, part)
         return fused
+
+    def add_packed(self, names: Sequence[str], rows: Sequence[int], columns: int) -> PackedWeight:
+        """The same for weights that stay 8-bit floats with scales; those are the places of ``<name>_scale_inv``.
+
+        Sizes are such that ``kernels.linear_fp8.can_pack``.
+        """
+        shape = (sum(rows), columns)
+        values = unwritten(names[0], shape, torch.float8_e4m3fn, self.device)
+        scale = unwritten(names[0] + PACKED_SCALE, scale_shape(*shape), torch.float32, self.device)
+        scales = scale.split([size // SCALE_ROWS for size in rows])
+        for name, part, of_part in zip(names, values.split(list(rows)), scales, strict=True):
+            self.put(name, part)
+            self.put(name + PACKED_SCALE, of_part)
+        return PackedWeight(values, scale)
 
     def put(self, name: str, place: torch.Tensor) -> None:
         """Declares an existing tensor (or a view of one) as the place of ``name``; raises ``ValueError`` for a name that has one."""

@@ -6,7 +6,7 @@ stream is float32; projections run in the run dtype, attention and norms in floa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -32,12 +32,13 @@ class _Layer:
 
     __slots__ = ("down", "gate_up", "input_norm", "out", "post_norm", "qk_norm", "qkv", "window")
 
-    def __init__(self, p: LayerParameters, t: LlamaTopology, window: int | None, invariant: bool) -> None:
+    def __init__(self, p: LayerParameters, t: LlamaTopology, window: int | None, dtype: torch.dtype, invariant: bool) -> None:
         self.input_norm, self.post_norm = p.input_norm, p.post_norm
-        self.qkv = pack_linear(p.qkv, p.qkv_bias, invariant=invariant)
-        self.out = pack_linear(p.out, p.out_bias, invariant=invariant)
-        self.gate_up = pack_linear(p.gate_up, p.gate_up_bias, invariant=invariant)
-        self.down = pack_linear(p.down, p.down_bias, invariant=invariant)
+        qkv, out, gate_up, down = p.expand(dtype)
+        self.qkv = pack_linear(qkv, p.qkv_bias, invariant=invariant)
+        self.out = pack_linear(out, p.out_bias, invariant=invariant)
+        self.gate_up = pack_linear(gate_up, p.gate_up_bias, invariant=invariant)
+        self.down = pack_linear(down, p.down_bias, invariant=invariant)
         self.qk_norm = None
         if p.qk_norm is not None:
             self.qk_norm = torch.cat((p.qk_norm[:1].expand(t.heads, -1), p.qk_norm[1:].expand(t.kv_heads, -1)))
@@ -47,12 +48,12 @@ class _Layer:
 class LlamaModel:
     """Llama, Mistral, Qwen2 and Qwen3 for causal language modelling; see ``models.base.Model`` for the contract."""
 
-    def __init__(self, topology: LlamaTopology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, topology: LlamaTopology, dtype: torch.dtype, device: torch.device, packed: Collection[str] = ()) -> None:
         self.topology = topology
         self.dtype, self.device = dtype, device
         self.vocab_size = topology.vocab
         self.max_position = topology.max_position
-        parameters = LlamaParameters(topology, dtype, device)
+        parameters = LlamaParameters(topology, dtype, device, packed)
         self._places = parameters.places
         self._unpacked: LlamaParameters | None = parameters
         self._rope = RopeTable(topology.rope, device)
@@ -65,11 +66,17 @@ class LlamaModel:
         self._query_block = 1
         self._row_quantum = row_quantum(device)
         self._invariant = True
+        self._packs = bool(parameters.packed)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
         """See ``base.LoadableModel``."""
         return cls(read_topology(config, architecture_of(config)), dtype, device)
+
+    @classmethod
+    def from_packed(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, packed: Collection[str]) -> Self:
+        """See ``base.PackingModel``."""
+        return cls(read_topology(config, architecture_of(config)), dtype, device, packed)
 
     @classmethod
     def position_limit(cls, config: Mapping[str, Any]) -> int:
@@ -113,7 +120,22 @@ class LlamaModel:
         self._query_block = safe_query_block(self.device, t.head_dim, t.heads // t.kv_heads) if invariant else QUERY_BLOCK
         layers = parameters.layers
         for window in t.windows:
-            self._layers.append(_Layer(layers.pop(0), t, window, invariant))
+            self._layers.append(_Layer(layers.pop(0), t, window, self.dtype, invariant))
+
+    @property
+    def packed_bytes(self) -> int:
+        """See ``base.PackingModel``."""
+        return 0 if self._unpacked is None else sum(weight.nbytes for weight in self._unpacked.packed)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """See ``base.RemarkingModel``."""
+        if not self._packs:
+            return ()
+        nbytes, dtype = self.packed_bytes, str(self.dtype).removeprefix("torch.")
+        if not nbytes:
+            return (f"FP8 weights are expanded to {dtype}: their kernels could not be used, see the warning",)
+        return (f"FP8 weights stay packed, {nbytes / 1e9:.2f} GB, and are multiplied as {dtype}",)
 
     def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:
         """One paged group: keys and values of every layer, in the run dtype, under ``layers.<i>.k`` and ``layers.<i>.v``."""

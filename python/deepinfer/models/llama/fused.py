@@ -9,16 +9,19 @@ number of the host but the row count, so they can be recorded as graphs.
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
+from ...errors import KernelBuildError
 from ...kernels import registry
 from ...kernels.argmax.cuda import Argmax
 from ...kernels.embedding.cuda import Embedding
-from ...kernels.linear.cuda import FewRows, Projection, agreeing_rows
+from ...kernels.linear.cuda import agreeing_rows
+from ...kernels.linear_fp8.cuda import PackedProjection, differing
 from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs
 from ...kernels.paged_attention.units import Units, one_row_units, step_units
 from ...kernels.rms_norm.cuda import AddRmsNorm, RmsNorm
@@ -30,6 +33,7 @@ from ...kernels.toolchain.loading import prepare
 from ...kernels.toolchain.shapes import run_dtype
 from ..base import DecodeRows, ForwardBatch, PromptRows, row_buckets
 from .containers import LlamaParameters
+from .projections import AnyProjection, Projections
 from .topology import LlamaTopology
 
 _LARGEST_STEP = 8192
@@ -48,13 +52,13 @@ _LONGEST_TABLE = 1 << 18
 """Positions whose rotations are kept in a table; models with more compute them every step."""
 
 
-_OPERATORS = ("argmax", "embedding", "linear", "rms_norm", "rope_kv", "swiglu")
+_OPERATORS = ("argmax", "embedding", "linear", "linear_fp8", "rms_norm", "rope_kv", "swiglu")
 """What the forward launches besides attention, whose kernels follow from the page and the window."""
 
 
-def kernel_shape(t: LlamaTopology, dtype: str, page_tokens: int = 64) -> ModelShape:
+def kernel_shape(t: LlamaTopology, dtype: str, page_tokens: int = 64, weights: str = "plain") -> ModelShape:
     """What the kernels of a model of the family follow from."""
-    return ModelShape(t.hidden, t.heads, t.kv_heads, t.head_dim, t.intermediate, t.vocab, page_tokens, dtype, t.qk_norm)
+    return ModelShape(t.hidden, t.heads, t.kv_heads, t.head_dim, t.intermediate, t.vocab, page_tokens, dtype, t.qk_norm, weights)
 
 
 def _row_counts() -> list[int]:
@@ -72,17 +76,17 @@ class _Layer:
 
     __slots__ = ("down", "gate_up", "input_norm", "out", "post_norm", "qk_norm", "qkv", "window")
 
-    def __init__(self, p: LlamaParameters, index: int, t: LlamaTopology, few: Callable[[torch.Tensor], FewRows]) -> None:
+    def __init__(self, p: LlamaParameters, index: int, t: LlamaTopology, project: Projections) -> None:
         layer = p.layers[index]
         self.input_norm, self.post_norm, self.qk_norm = layer.input_norm, layer.post_norm, layer.qk_norm
-        self.qkv = Projection(layer.qkv, layer.qkv_bias, few(layer.qkv))
-        self.out = Projection(layer.out, layer.out_bias, few(layer.out))
-        self.gate_up = Projection(layer.gate_up, layer.gate_up_bias, few(layer.gate_up))
-        self.down = Projection(layer.down, layer.down_bias, few(layer.down))
+        self.qkv = project(layer.qkv, layer.qkv_bias)
+        self.out = project(layer.out, layer.out_bias)
+        self.gate_up = project(layer.gate_up, layer.gate_up_bias)
+        self.down = project(layer.down, layer.down_bias)
         self.window = t.windows[index]
 
     @property
-    def projections(self) -> tuple[Projection, ...]:
+    def projections(self) -> tuple[AnyProjection, ...]:
         """All of them, in order."""
         return self.qkv, self.out, self.gate_up, self.down
 
@@ -91,7 +95,8 @@ class FusedForward:
     """The forward of a loaded model by kernels.
 
     Args:
-        topology, parameters: of the model, every weight written.
+        topology, parameters: of the model, every weight written. Packed weights whose kernels cannot be had, or have other bits than
+            the library, are expanded, in ``parameters`` too.
         rope: its rotations.
         dtype: bfloat16 or float16.
         device: a GPU.
@@ -111,18 +116,12 @@ class FusedForward:
     ) -> None:
         t = topology
         self.topology, self.dtype, self.device = t, dtype, device
-        shape = kernel_shape(t, run_dtype(dtype))
+        shape = kernel_shape(t, run_dtype(dtype), weights="fp8" if parameters.packed else "plain")
         prepare([program for op in _OPERATORS for program in registry.programs(shape, op)], device)
-        made: dict[torch.Size, FewRows] = {}
-
-        def few(weight: torch.Tensor) -> FewRows:
-            if weight.shape not in made:
-                made[weight.shape] = FewRows(weight.shape[1], weight.shape[0], dtype, device)
-            return made[weight.shape]
-
-        self._layers = [_Layer(parameters, index, t, few) for index in range(t.layers)]
+        project = Projections(dtype, device)
+        self._layers, self._rows = self._agreeing_layers(parameters, project, batch_invariant)
         self._embed_weight, self._norm_weight = parameters.embed, parameters.norm
-        self._head = Projection(parameters.head, None, few(parameters.head))
+        self._head = project(parameters.head)
         self._embed = Embedding(t.vocab, t.hidden, dtype, device)
         self._norm = RmsNorm(t.hidden, t.eps, dtype, device)
         self._add_norm = AddRmsNorm(t.hidden, t.eps, dtype, device)
@@ -137,12 +136,33 @@ class FusedForward:
         self._scratch = Scratch(t.heads, t.head_dim, device)
         self._attention: dict[int | None, PagedAttention] = {}
         self._page_tokens = 0
-        self._rows: list[int] | None = None  # those that agree; None = any number is run as it is
         self._head_rows: list[int] | None = None
         if batch_invariant:
-            self._rows = agreeing_rows([projection for layer in self._layers for projection in layer.projections], _row_counts())
             self._head_rows = agreeing_rows([self._head], [r for r in _row_counts() if r <= _LARGEST_HEAD])
         self._firsts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _agreeing_layers(
+        self, parameters: LlamaParameters, project: Projections, batch_invariant: bool
+    ) -> tuple[list[_Layer], list[int] | None]:
+        """All layers, and the row counts whose bits agree in all of them; ``None`` = any number is run as it is."""
+        t = self.topology
+        try:
+            layers = [_Layer(parameters, index, t, project) for index in range(t.layers)]
+        except KernelBuildError:  # said once in a warning by whoever missed the kernel
+            if not parameters.packed:
+                raise
+            parameters.expand()
+            return self._agreeing_layers(parameters, project, batch_invariant)
+        if not batch_invariant:
+            return layers, None
+        every = [projection for layer in layers for projection in layer.projections]
+        rows = agreeing_rows(every, _row_counts())
+        if wrong := differing([p for p in every if isinstance(p, PackedProjection)]):
+            warnings.warn(f"packed weights are expanded, since kernels differ: {'; '.join(wrong)}", RuntimeWarning, stacklevel=2)
+            del every, layers
+            parameters.expand()
+            return self._agreeing_layers(parameters, project, batch_invariant)
+        return layers, rows
 
     def use_pages(self, page_tokens: int) -> None:
         """Makes attention for pages of ``page_tokens`` tokens. Raises ``KernelBuildError``."""
@@ -242,7 +262,7 @@ class FusedForward:
             self._add_norm(x, added, following, normed)
         return normed
 
-    def _product(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, projection: AnyProjection, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= _LARGEST_STEP:
             return projection(x)
         return torch.cat([projection(piece) for piece in x.split(_LARGEST_STEP)])

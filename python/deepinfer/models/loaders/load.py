@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol, get_args, runtime_checkable
 
 import torch
 
 from ...errors import ConfigError, UnsupportedFormatError
-from ..base import BatchDependentModel, LoadableModel
+from ..base import BatchDependentModel, LoadableModel, PackingModel, WeightForm
 from ..contract import check_model
+from ..places import PACKED_SCALE
 from ..registry import resolve_architecture
-from .dummy import DummySource
+from .dummy import DummyFp8Source, DummySource
 from .fp8 import Fp8Source
 from .resolved import ResolvedModel
 from .safetensors_source import SafetensorsSource
@@ -55,16 +57,50 @@ def check_load_format(source: ResolvedModel, load_format: str) -> str:
     return found
 
 
-def _source(source: ResolvedModel, load_format: str, seed: int, model: LoadableModel) -> WeightSource:
+def _source(source: ResolvedModel, load_format: str, seed: int, family: type[LoadableModel], dtype: torch.dtype) -> WeightSource:
     found = check_load_format(source, load_format)
+    quantization = source.config.get("quantization_config")
     if found == "dummy":
-        return DummySource(model.parameter_shapes(), seed)
+        shapes = family.from_config(source.config, dtype, torch.device("meta")).parameter_shapes()
+        return Fp8Source(DummyFp8Source(shapes, seed, quantization), quantization) if quantization else DummySource(shapes, seed)
     if found == "gguf":
         from .gguf_source import GgufSource
 
         return GgufSource(source.weight_files, source.config)
     stored = SafetensorsSource(source.weight_files)
     return Fp8Source(stored, source.config["quantization_config"]) if found == "fp8" else stored
+
+
+def keeps_packed(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights can stay packed: kernels multiply them on a GPU, in 16 bits."""
+    return device.type == "cuda" and dtype != torch.float32
+
+
+def _prepared(
+    source: ResolvedModel, dtype: torch.dtype, device: torch.device, load_format: str, seed: int, form: WeightForm, place: torch.device
+) -> tuple[LoadableModel, WeightSource]:
+    """The model with memory on ``place`` and nothing in it, as it runs on ``device``, and what fills it. Weights stay packed that the
+    source, the family and the device can keep so."""
+    family = resolve_architecture(source.architecture)
+    weights = _source(source, load_format, seed, family, dtype)
+    make: Callable[..., LoadableModel] | None = getattr(family, "from_packed", None)  # see PackingModel
+    if form == "expanded" or make is None or not isinstance(weights, Fp8Source) or not keeps_packed(dtype, device):
+        return family.from_config(source.config, dtype, place), weights
+    packable = weights.packable()
+    model = make(source.config, dtype, place, packable)
+    check_model(model)
+    wanted = model.parameter_shapes()
+    weights.keep([name for name in packable if name + PACKED_SCALE in wanted], dtype)
+    return model, weights
+
+
+def model_of_size(source: ResolvedModel, dtype: torch.dtype, device: torch.device, load_format: str, weights: WeightForm) -> LoadableModel:
+    """The model as ``load_model`` would make it, without memory: for counting bytes. Reads the headers of FP8 checkpoints for a GPU;
+    raises as ``load_model`` does before it reads weights."""
+    family, meta = resolve_architecture(source.architecture), torch.device("meta")
+    if isinstance(family, LoadsItself) or not keeps_packed(dtype, device):
+        return family.from_config(source.config, dtype, meta)
+    return _prepared(source, dtype, device, load_format, 0, weights, meta)[0]
 
 
 def load_model(
@@ -75,27 +111,36 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
     batch_invariant: bool = True,
+    weights: WeightForm = "auto",
 ) -> LoadableModel:
     """Builds the model of ``source`` on ``device`` with run dtype ``dtype`` and fills it.
 
     ``load_format``: ``auto``, ``safetensors``, ``gguf`` or ``dummy`` (random weights from ``seed``, needs only the config).
     ``progress(done, total)`` counts bytes of parameters. Without ``batch_invariant`` a family may take its fastest way for every number of
-    rows, if it has one (``base.BatchDependentModel``). Raises ``UnsupportedModelError``, ``UnsupportedConfigError``,
-    ``UnsupportedFormatError``, ``CheckpointError`` or ``ConfigError``; ``ModelContractError`` for a family of another package
-    that does not keep the contract of ``base``.
+    rows, if it has one (``base.BatchDependentModel``). ``weights``: whether those of FP8 checkpoints stay ``packed`` (an error where they
+    cannot) or are ``expanded``; ``auto``: packed on a GPU that has kernels for them. Raises ``UnsupportedModelError``,
+    ``UnsupportedConfigError``, ``UnsupportedFormatError``, ``CheckpointError`` or ``ConfigError``; ``ModelContractError`` for a family of
+    another package that does not keep the contract of ``base``.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if dtype not in RUN_DTYPES:
         raise ConfigError(f"dtype {dtype} is not one of float32, bfloat16, float16")
-    family = resolve_architecture(source.architecture)
+    if weights not in get_args(WeightForm):
+        raise ConfigError(f"weights={weights!r} is not one of {', '.join(get_args(WeightForm))}")
+    family, device = resolve_architecture(source.architecture), torch.device(device)
     if isinstance(family, LoadsItself):
-        model = family.from_checkpoint(source, dtype, torch.device(device), load_format, seed, progress)
+        model = family.from_checkpoint(source, dtype, device, load_format, seed, progress)
         check_model(model)
-        return model
-    model = family.from_config(source.config, dtype, torch.device(device))
-    check_model(model)
-    if not batch_invariant and isinstance(model, BatchDependentModel):
-        model.allow_batch_dependence()
-    fill(model, _source(source, load_format, seed, model), progress)
+    else:
+        model, stored = _prepared(source, dtype, device, load_format, seed, weights, device)
+        check_model(model)
+        if not batch_invariant and isinstance(model, BatchDependentModel):
+            model.allow_batch_dependence()
+        fill(model, stored, progress)
+    if weights == "packed" and not (isinstance(model, PackingModel) and model.packed_bytes):
+        raise ConfigError(
+            f"weights='packed', but none of {source.name} can stay packed: that takes an FP8 checkpoint of the Llama family with scales in "
+            "blocks of 128 columns, and a GPU with its kernels; leave weights out"
+        )
     return model

@@ -65,7 +65,7 @@ def refuse_marked(names: Iterable[str]) -> None:
                 raise UnsupportedFormatError(f"tensor {name!r} belongs to a {what} checkpoint, which is not read; use the full checkpoint")
 
 
-def _check_numbers(name: str, tensor: torch.Tensor, dtype: torch.dtype, source: WeightSource) -> None:
+def check_numbers(name: str, tensor: torch.Tensor, dtype: torch.dtype, source: WeightSource) -> None:
     """One pass over the numbers: a NaN or an infinity would come out as nonsense, not as an error."""
     if tensor.dtype not in _FLOATS or dtype not in _FLOATS or not tensor.numel():
         return  # packed forms are checked where they are decoded
@@ -127,7 +127,7 @@ def fill(model: Fillable, source: WeightSource, progress: Progress | None = None
         place, tensor = places[name], source.read(name)
         if not tensor.is_floating_point() and tensor.dtype != place.dtype:
             raise CheckpointError(f"tensor {name!r} in {source.where(name)} has dtype {tensor.dtype}, expected a float type")
-        _check_numbers(name, tensor, place.dtype, source)
+        check_numbers(name, tensor, place.dtype, source)
         if place.device.type != "cpu":
             return tensor.to(place.dtype)
         place.copy_(tensor)

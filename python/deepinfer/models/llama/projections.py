@@ -1,0 +1,39 @@
+"""A model's products, made from its weights: packed ones by kernels that read them so, others by the library and kernels for few rows."""
+
+from __future__ import annotations
+
+import torch
+
+from ...kernels.linear.cuda import FewRows, Projection
+from ...kernels.linear_fp8 import PackedWeight
+from ...kernels.linear_fp8.cuda import Expansion, FewRowsFp8, PackedProjection
+from .containers import Weight
+
+AnyProjection = Projection | PackedProjection
+
+
+class Projections:
+    """Makes projections of one model, which share kernels and the memory for expanded weights.
+
+    Args:
+        dtype: bfloat16 or float16.
+        device: a GPU.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._few: dict[torch.Size, FewRows] = {}
+        self._packed: dict[torch.Size, FewRowsFp8] = {}
+        self._expansion = Expansion(dtype, device)
+
+    def __call__(self, weight: Weight, bias: torch.Tensor | None = None) -> AnyProjection:
+        """The product with ``weight``. Raises ``KernelBuildError``."""
+        shape, of_kernels = weight.shape, (weight.shape[1], weight.shape[0], self._dtype, self._device)
+        if isinstance(weight, PackedWeight):
+            assert bias is None
+            if shape not in self._packed:
+                self._packed[shape] = FewRowsFp8(*of_kernels)
+            return PackedProjection(weight, self._packed[shape], self._expansion)
+        if shape not in self._few:
+            self._few[shape] = FewRows(*of_kernels)
+        return Projection(weight, bias, self._few[shape])
