@@ -168,7 +168,7 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (graphs, "recorder_for", lambda _device: FakeRecorder()),
     (CudaPlatform, "count", staticmethod(lambda: 1)),
     (CudaPlatform, "describe", lambda _self: "a fake GPU"),
-    (CudaPlatform, "prepare", lambda _self, _threads: None),
+    (CudaPlatform, "prepare", lambda _self, _threads, _invariant: None),
     (CudaPlatform, "memory_total", lambda _self: 8 << 30),
     (CudaPlatform, "memory_available", lambda _self: 8 << 30),
     (CudaPlatform, "synchronize", lambda _self: None),

@@ -16,11 +16,14 @@ from .reference import row_quantum
 _BATCHES = (1, 5)  # the number of products in a batch may choose the kernel, too
 
 
-def safe_query_block(device: torch.device, head_dim: int, group: int) -> int:
+def safe_query_block(device: torch.device, head_dim: int, group: int, invariant: bool = True) -> int:
     """Most prefill rows to compute together (≤ ``QUERY_BLOCK``) so that a row keeps the bits it has as a decoding row.
 
-    ``group`` is the number of query heads of one KV head. Reads results back from the device: not for the path of a step.
+    ``group`` is the number of query heads of one KV head. Reads results back from the device: not for the path of a step. Without
+    ``invariant`` nothing is compared.
     """
+    if not invariant:
+        return QUERY_BLOCK
     return _census(device, head_dim, group, torch.get_num_threads())
 
 

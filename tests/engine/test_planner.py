@@ -30,7 +30,7 @@ class FixedMemory:
     def describe(self) -> str:
         return f"a {self.name}"
 
-    def prepare(self, num_threads: int | None) -> None: ...
+    def prepare(self, num_threads: int | None, batch_invariant: bool = True) -> None: ...
 
     def memory_total(self) -> int:
         return self._total

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ...errors import KernelBuildError
 from ...kernels.kv_write import kv_write
 from ...kernels.linear import PackedLinear, pack_linear, row_bucket, row_quantum
-from ...kernels.paged_attention import QUERY_BLOCK, make_plan, paged_attention, safe_query_block
+from ...kernels.paged_attention import make_plan, paged_attention, safe_query_block
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import RopeTable
 from ...kernels.swiglu import swiglu
@@ -117,7 +117,7 @@ class LlamaModel:
         assert parameters is not None
         t, invariant = self.topology, self._invariant
         self._head = pack_linear(parameters.head, largest_rows=64 if self.device.type == "cpu" else None, invariant=invariant)
-        self._query_block = safe_query_block(self.device, t.head_dim, t.heads // t.kv_heads) if invariant else QUERY_BLOCK
+        self._query_block = safe_query_block(self.device, t.head_dim, t.heads // t.kv_heads, invariant)
         layers = parameters.layers
         for window in t.windows:
             self._layers.append(_Layer(layers.pop(0), t, window, self.dtype, invariant))
