@@ -5,8 +5,8 @@
 
 For each (in, out) of a layer and each number of rows: ``plain`` the bfloat16 weight as `linear.cuda.Projection` runs it, ``library`` by
 cuBLAS, ``expand`` the packed weight expanded and multiplied by cuBLAS, ``chosen`` what `linear_fp8.cuda.choose` says, and the fastest
-candidates by (tokens, tile, KB under way, chunk). ``limit``: the bytes of the packed weight at 4.5 TB/s. A graph of programmatic launches
-over weights of more than 130 MB; median of 7 replays.
+candidates by (tokens, tile, KB under way, chunk, turned). ``limit``: the bytes of the packed weight at 4.5 TB/s. A graph of programmatic
+launches over weights of more than 130 MB; median of 7 replays.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ _SHOWN = 3
 def candidates(rows: int) -> list[Choice]:
     """What may be worth choosing for ``rows`` rows."""
     if rows <= 32:
-        tokens = 8 if rows <= 8 else 16 if rows <= 16 else 32
-        return [Choice(tokens, tile, ahead * _KB) for tile in (16, 32, 64) for ahead in (16, 48)]
+        tokens = 16 if rows <= 16 else 32
+        turned = [Choice(tokens, tile, ahead * _KB, turned=True) for tile in (16, 32, 64) for ahead in (16, 32)]
+        return [*turned, Choice(8 if rows <= 8 else tokens, 32, 32 * _KB)]
     if rows <= 64:
-        return [Choice(tokens, tile, ahead * _KB, 64) for tokens in (32, 64) for tile in (32, 64) for ahead in (12, 20)]
+        turned = [Choice(tokens, 32, 20 * _KB, 64, turned=True) for tokens in (32, 64)]
+        return [*turned, *(Choice(64, tile, ahead * _KB, 64) for tile in (32, 64) for ahead in (12, 20))]
     if rows > 512:
         return []
     wide = [Choice(64, 64, 20 * _KB, 64), Choice(128, 64, 8 * _KB, 64), Choice(128, 64, 16 * _KB, 64)]
@@ -111,7 +113,8 @@ def measure(in_features: int, out_features: int, counts: list[int], device: torc
 
             launch(weights.packed[0])
             same = "" if torch.equal(out, want) else " OTHER BITS"
-            name = f"{choice.tokens},{choice.tile},{choice.ahead // _KB},{choice.chunk}{same}"
+            form = " turned" if choice.turned else ""
+            name = f"{choice.tokens},{choice.tile},{choice.ahead // _KB},{choice.chunk}{form}{same}"
             spent[name] = timed(lambda launch=launch: [launch(w) for w in weights.packed], len(packed))  # type: ignore[misc]
         best = dict(sorted(spent.items(), key=lambda item: item[1])[:_SHOWN])
         found.append(

@@ -71,22 +71,21 @@ def _number(d: Dialect, value: Any, scale: Any, dtype: str) -> Any:
 @dataclass(frozen=True)
 class Choice:
     """How one number of rows is run: ``tokens`` rows and ``tile`` outputs a block, ``ahead`` bytes of weights under way, ``chunk`` columns
-    at a time at most."""
+    at a time at most; ``turned``: see ``few_rows_fp8``."""
 
     tokens: int
     tile: int
     ahead: int
     chunk: int = 128
+    turned: bool = False
 
 
 def choose(in_features: int, out_features: int, rows: int) -> Choice | None:
     """The kernel for ``rows`` rows (docs/kernels.md); ``None``: the weight is expanded."""
     if not can_pack(in_features, (out_features,)):
         return None
-    if rows <= 16:
-        return Choice(8 if rows <= 8 else 16, 32, 32 * _KB)
     if rows <= 32:
-        return Choice(32, 32, 24 * _KB)
+        return Choice(16, 32, 32 * _KB, turned=True) if rows <= 16 else Choice(32, 32, 24 * _KB, turned=True)
     if rows <= 64 or (rows <= 256 and out_features <= 8192):
         return Choice(64, 64, 20 * _KB, 64)
     if rows <= 128:
@@ -94,18 +93,20 @@ def choose(in_features: int, out_features: int, rows: int) -> Choice | None:
     return Choice(256, 64, 8 * _KB, 64) if rows <= 256 else None
 
 
-def few_rows_fp8(d: Dialect, in_features: int, tokens: int, tile: int, chunk: int, stages: int, dtype: str) -> Any:
+def few_rows_fp8(d: Dialect, in_features: int, tokens: int, tile: int, chunk: int, stages: int, turned: bool, dtype: str) -> Any:
     """``out = x @ w.T``, ``w[o, i] = dtype(float32(weight[o, i]) * scale[o // 16, i // 128])``.
 
     ``x`` ``[rows, in]``, ``weight`` ``[out, in]``, ``out`` ``[rows, out]``; ``tile`` divides ``out`` and is a multiple of 16.
-    ``chunk`` divides ``in_features`` and 128; ``stages`` − 1 chunks are under way at a time.
+    ``chunk`` divides ``in_features`` and 128; ``stages`` − 1 chunks are under way at a time. Making numbers is what a warp does longest:
+    ``turned``, outputs are the columns of a tensor-core product, of which a warp takes 8, and ``tokens``, at least 16, its rows; else
+    outputs are the rows, 16 a warp, in warpgroups where ``tile`` is 64.
     """
     T = d.T
     rows, out_features, strips = T.dynamic("rows"), T.dynamic("out_features"), T.dynamic("strips")
     chunks, spans = in_features // chunk, -(-in_features // SCALE_COLUMNS)
     early = stages - 1  # chunks fetched before the first is used; at most all
     stored, kind = d.stored(dtype), _kind(d)
-    strip = tile // SCALE_ROWS
+    strip, threads = tile // SCALE_ROWS, (4 if turned else 2) * tile
 
     @T.macro
     def fetch_weight(weight: Any, w_s: Any, block: Any, n: Any) -> None:
@@ -143,7 +144,12 @@ def few_rows_fp8(d: Dialect, in_features: int, tokens: int, tile: int, chunk: in
             w[i, k] = _number(d, w_s[n % stages, i, k], s_s[i // SCALE_ROWS, n * chunk // SCALE_COLUMNS], dtype)
         if d.cpu:
             for i, j, k in T.grid(tile, tokens, chunk):
-                total[i, j] += T.cast(w[i, k], "float32") * T.cast(x_s[n % stages, j, k], "float32")
+                if turned:
+                    total[j, i] += T.cast(w[i, k], "float32") * T.cast(x_s[n % stages, j, k], "float32")
+                else:
+                    total[i, j] += T.cast(w[i, k], "float32") * T.cast(x_s[n % stages, j, k], "float32")
+        elif turned:
+            T.gemm(x_s[n % stages, :, :], w, total, transpose_B=True, policy=T.GemmWarpPolicy.FullCol)
         else:
             T.gemm(w, x_s[n % stages, :, :], total, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
 
@@ -154,12 +160,12 @@ def few_rows_fp8(d: Dialect, in_features: int, tokens: int, tile: int, chunk: in
         scale: T.Tensor((strips, spans), "float32"),
         out: T.Tensor((rows, out_features), stored),
     ):
-        with T.Kernel(out_features // tile, T.ceildiv(rows, tokens), threads=2 * tile, prelude=_prelude(d)) as (block, row_block):
+        with T.Kernel(out_features // tile, T.ceildiv(rows, tokens), threads=threads, prelude=_prelude(d)) as (block, row_block):
             w_s = d.shared((stages, tile, chunk + _PAD), kind)
             x_s = d.shared((stages, tokens, chunk), stored)
             s_s = d.shared((strip, spans), "float32")
             w = d.acc((tile, chunk), stored)
-            total = d.acc((tile, tokens), "float32")
+            total = d.acc((tokens, tile) if turned else (tile, tokens), "float32")
             let_next_start(d)
             for n in T.serial(early):
                 fetch_weight(weight, w_s, block, n)
@@ -187,9 +193,14 @@ def few_rows_fp8(d: Dialect, in_features: int, tokens: int, tile: int, chunk: in
                     else:
                         nothing()
                     multiply(w_s, x_s, s_s, w, total, m + early)
-            for i, j in d.par(tile, tokens):
-                if row_block * tokens + j < rows:
-                    out[row_block * tokens + j, block * tile + i] = T.cast(total[i, j], stored)
+            if turned:
+                for j, i in d.par(tokens, tile):
+                    if row_block * tokens + j < rows:
+                        out[row_block * tokens + j, block * tile + i] = T.cast(total[j, i], stored)
+            else:
+                for i, j in d.par(tile, tokens):
+                    if row_block * tokens + j < rows:
+                        out[row_block * tokens + j, block * tile + i] = T.cast(total[i, j], stored)
 
     return few_rows_fp8
 
@@ -230,7 +241,7 @@ def expand_fp8(d: Dialect, in_features: int, blocks: int, threads: int, rows: in
     return expand_fp8
 
 
-_LIMITS = (8, 16, 32, 64, 128, 256)
+_LIMITS = (16, 32, 64, 128, 256)
 """Rows between which the choice may change."""
 
 _FILES = (FILE, "linear_fp8/reference.py")
@@ -241,7 +252,8 @@ def few_rows_program(in_features: int, choice: Choice, dtype: str) -> Program:
     """The kernel of a choice."""
     chunk = next(c for c in (128, 64, 32, 16) if c <= choice.chunk and in_features % c == 0 and (c < 128 or in_features // c >= 8))
     stages = min(in_features // chunk, max(2, choice.ahead // (choice.tile * chunk))) + 1
-    constants = shape_config(in_features=in_features, tokens=choice.tokens, tile=choice.tile, chunk=chunk, stages=stages, dtype=dtype)
+    sizes = {"tokens": choice.tokens, "tile": choice.tile, "chunk": chunk, "stages": stages, "turned": choice.turned}
+    constants = shape_config(in_features=in_features, dtype=dtype, **sizes)
     return Program("linear_fp8", "few_rows_fp8", constants, _FILES)
 
 
@@ -312,11 +324,15 @@ class Expansion:
             self._kernels[in_features] = require(programs, self.device, after=True)[0] if kernel is None else kernel
         self._most = max(self._most, out_features * in_features)
 
+    def allocate(self) -> None:
+        """Has the memory for what was reserved, which otherwise is there at the first call."""
+        if self._room.numel() < self._most:
+            self._room = torch.empty(self._most, dtype=self.dtype, device=self.device)
+
     def __call__(self, weight: PackedWeight) -> torch.Tensor:
         """``weight`` expanded, ``[out, in]``, until the next call. Its shape must have been reserved."""
         out_features, in_features = weight.shape
-        if self._room.numel() < self._most:
-            self._room = torch.empty(self._most, dtype=self.dtype, device=self.device)
+        self.allocate()
         out = self._room[: out_features * in_features].view(out_features, in_features)
         blocks, _ = even_blocks(in_features // _WIDE, 256)
         grid = (out_features // _ROWS, blocks)

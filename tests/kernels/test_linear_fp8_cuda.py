@@ -156,7 +156,7 @@ def test_expanded_weights_are_the_references(place: str, in_features: int, out_f
     ("in_features", "out_features", "choice"),
     [
         (256, 64, Choice(8, 32, 2 << 10)),
-        (576, 128, Choice(16, 32, 32 << 10)),
+        (576, 128, Choice(16, 32, 32 << 10, turned=True)),
         (320, 128, Choice(8, 64, 4 << 10, 64)),
         (80, 64, Choice(8, 16, 1 << 10)),
     ],
@@ -376,6 +376,7 @@ def test_what_is_chosen_can_be_made_and_launched(in_features: int, out_features:
         assert grid[0] * choice.tile == out_features and (grid[1] - 1) * choice.tokens < rows <= grid[1] * choice.tokens
         chunk, stages = int(constants["chunk"]), int(constants["stages"])
         assert in_features % chunk == 0 and 128 % chunk == 0 and 1 <= stages - 1 <= in_features // chunk and choice.tile % 16 == 0
+        assert not choice.turned or choice.tokens % 16 == 0
 
 
 # Machine code
@@ -384,7 +385,7 @@ def test_what_is_chosen_can_be_made_and_launched(in_features: int, out_features:
 SMALL = ModelShape(256, 4, 2, 64, 512, 128, weights="fp8")
 
 
-@pytest.mark.parametrize("choice", [choose(4096, 4096, 8), choose(4096, 4096, 64), choose(4096, 24576, 256)], ids=str)
+@pytest.mark.parametrize("choice", [choose(4096, 4096, 1), choose(4096, 4096, 64), choose(4096, 24576, 256)], ids=str)
 def test_machine_code(choice: Choice, tmp_path: Path) -> None:
     program = few_rows_program(4096, choice, "bfloat16")
     check_machine_code(program, tmp_path)

@@ -153,6 +153,7 @@ class FusedForward:
                 raise
             parameters.expand()
             return self._agreeing_layers(parameters, project, batch_invariant)
+        project.allocate()
         if not batch_invariant:
             return layers, None
         every = [projection for layer in layers for projection in layer.projections]

@@ -26,6 +26,10 @@ class Projections:
         self._packed: dict[torch.Size, FewRowsFp8] = {}
         self._expansion = Expansion(dtype, device)
 
+    def allocate(self) -> None:
+        """Has the memory for expanded weights of all projections made so far, before any graph is recorded."""
+        self._expansion.allocate()
+
     def __call__(self, weight: Weight, bias: torch.Tensor | None = None) -> AnyProjection:
         """The product with ``weight``. Raises ``KernelBuildError``."""
         shape, of_kernels = weight.shape, (weight.shape[1], weight.shape[0], self._dtype, self._device)
