@@ -75,10 +75,15 @@ def begin_step(i: Inputs) -> None:
 def embedding(i: Inputs) -> None:
     from deepinfer.kernels.embedding.cuda import Embedding
 
-    vocab, hidden = i.shape.vocab, i.shape.hidden
+    vocab, hidden, half, positions = i.shape.vocab, i.shape.hidden, i.shape.head_dim // 2, 99
     ids = i.below(vocab, FEW)
     ids[0], ids[1] = -1, vocab + 7
-    Embedding(vocab, hidden, i.dtype, i.device)(ids, i.normal(vocab, hidden), i.empty(FEW, hidden, dtype=torch.float32))
+    position = i.below(positions, FEW)
+    position[0], position[1] = -1, positions + 7
+    cosines, sines = (i.normal(positions, half, dtype=torch.float32) for _ in range(2))
+    x, cos, sin = (i.empty(FEW, width, dtype=torch.float32) for width in (hidden, half, half))
+    operator = Embedding(vocab, hidden, i.shape.head_dim, i.dtype, i.device)
+    operator(ids, i.normal(vocab, hidden), x, position, (cosines, sines), (cos, sin))
 
 
 def linear(i: Inputs) -> None:

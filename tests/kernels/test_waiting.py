@@ -29,7 +29,7 @@ def test_only_weights_are_read_before_waiting(program: Program) -> None:
 
 def test_the_check_sees_a_read_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the same kernel with its wait at the end."""
-    (program,) = Embedding.programs(7, 64, "bfloat16")
+    (program,) = Embedding.programs(7, 64, 32, "bfloat16")
     assert read_before_waiting(program) == set()
     found = kernel_kit.lowered(program)
     wait = "  cudaGridDependencySynchronize();\n"
@@ -37,4 +37,4 @@ def test_the_check_sees_a_read_before_the_wait(monkeypatch: pytest.MonkeyPatch) 
     body, _, _ = found.source.replace(wait, "").rpartition("}")
     late = dataclasses.replace(found, source=f"{body}{wait}}}\n")
     monkeypatch.setattr(kernel_kit, "lowered", lambda program: late)
-    assert read_before_waiting(program) == {"ids", "table", "x"}
+    assert read_before_waiting(program) == {"ids", "table", "x", "position", "cosines", "sines", "row_cos", "row_sin"}

@@ -110,11 +110,12 @@ def test_every_decode_step_has_a_graph(most: int) -> None:
     assert made.graph_rows(most) == ([8192] if most > 4096 else [])
 
 
-def of_size(layers: int, hidden: int, wide: int, rows: list[int]) -> fused.FusedForward:
-    """A forward that knows its weights' shapes and which row counts agree."""
+def of_size(hidden: int, wide: int, rows: list[int]) -> fused.FusedForward:
+    """A forward that knows its layers' sizes and which row counts agree."""
     made = object.__new__(fused.FusedForward)
-    weights = [torch.empty(shape, device="meta") for shape in ((2 * hidden, hidden), (hidden, hidden), (2 * wide, hidden), (hidden, wide))]
-    made._layers = [SimpleNamespace(projections=[SimpleNamespace(weight=w) for w in weights])] * layers  # type: ignore[list-item]
+    heads = hidden // 64
+    sizes = {"hidden": hidden, "heads": heads, "kv_heads": heads // 4, "head_dim": 64, "intermediate": wide, "vocab": 9, "qk_norm": False}
+    made.topology, made.dtype = SimpleNamespace(**sizes), torch.bfloat16  # type: ignore[assignment]
     made._rows = rows
     return made
 
@@ -122,18 +123,18 @@ def of_size(layers: int, hidden: int, wide: int, rows: list[int]) -> fused.Fused
 @pytest.mark.parametrize("most", [1, 20, 40, 100, 512, 1000, 2048, 8192, 20000])
 def test_steps_with_prompts_have_a_graph_where_the_host_is_waited_for(most: int) -> None:
     every = fused._row_counts()
-    small = of_size(30, 576, 1536, every).prompt_rows(most)
+    small = of_size(576, 1536, every).prompt_rows(most)
     assert small[-1] == small_end(every, min(most, 8192)), "135M parameters: every step up to the longest product"
     for n in range(1, min(most, 8192) + 1):
         bucket = next(b for b in small if b >= n)
         assert bucket <= max(32, 2 * n) and (n <= 256 or bucket <= n + n // 4)
-    large = of_size(32, 4096, 14336, every).prompt_rows(most)
+    large = of_size(4096, 14336, every).prompt_rows(most)
     assert large == [b for b in small if b <= 192], "8B parameters: few rows"
     for disagreeing in ({32, 64}, set(range(33, 1500))):
         agreeing = [r for r in every if r not in disagreeing]
-        rows = of_size(30, 576, 1536, agreeing).prompt_rows(most)
+        rows = of_size(576, 1536, agreeing).prompt_rows(most)
         assert rows == sorted(set(rows)) and set(rows) <= set(agreeing) and sum(r >= most for r in rows) == (most <= 8192)
-    assert of_size(80, 16384, 53248, every).prompt_rows(most) == [b for b in small if b <= 13]
+    assert of_size(16384, 53248, every).prompt_rows(most) == [b for b in small if b <= 14]
 
 
 def small_end(counts: list[int], rows: int) -> int:

@@ -20,7 +20,7 @@ from ...errors import KernelBuildError
 from ...kernels import registry
 from ...kernels.argmax.cuda import Argmax
 from ...kernels.embedding.cuda import Embedding
-from ...kernels.linear.cuda import agreeing_rows
+from ...kernels.linear.cuda import agreeing_rows, linears_of
 from ...kernels.linear_fp8.cuda import PackedProjection, differing
 from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs
 from ...kernels.paged_attention.units import Units, one_row_units, step_units
@@ -122,7 +122,7 @@ class FusedForward:
         self._layers, self._rows = self._agreeing_layers(parameters, project, batch_invariant)
         self._embed_weight, self._norm_weight = parameters.embed, parameters.norm
         self._head = project(parameters.head)
-        self._embed = Embedding(t.vocab, t.hidden, dtype, device)
+        self._embed = Embedding(t.vocab, t.hidden, t.head_dim, dtype, device)
         self._norm = RmsNorm(t.hidden, t.eps, dtype, device)
         self._add_norm = AddRmsNorm(t.hidden, t.eps, dtype, device)
         self._rope_kv = RopeKv(t.heads, t.kv_heads, t.head_dim, dtype, device, t.qk_norm, t.eps)
@@ -183,9 +183,8 @@ class FusedForward:
 
     def prompt_rows(self, max_rows: int) -> list[int]:
         """See ``base.PromptGraphModel``: row counts whose bits agree, up to those whose products take longer than launching them."""
-        projections = [projection for layer in self._layers for projection in layer.projections]
-        launches = len(projections) + 5 * len(self._layers)
-        most = launches * _LAUNCH_FLOPS // (2 * sum(projection.weight.numel() for projection in projections))
+        *of_layer, _ = linears_of(kernel_shape(self.topology, run_dtype(self.dtype)))
+        most = (len(of_layer) + 5) * _LAUNCH_FLOPS // sum(2 * width * out for width, out in of_layer)
         largest = min(max_rows, _LARGEST_STEP)
         wanted = [count for count in _prompt_counts() if count < largest] + [largest]
         return sorted({padded for padded in map(self.padded_rows, wanted) if padded <= most})
@@ -226,11 +225,18 @@ class FusedForward:
             self._firsts[count] = (first, torch.ones_like(first))
         return self._firsts[count]
 
-    def _rotations(self, pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._table is None:
-            return self._rope.pair_cos_sin(pos)
-        cos, sin = self._table
-        return F.embedding(pos, cos), F.embedding(pos, sin)
+    def _begin(self, ids: torch.Tensor, pos: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """The residual stream, and the rotations of the rows."""
+        t, rows = self.topology, ids.shape[0]
+        x, *turned = (
+            torch.empty((rows, width), dtype=torch.float32, device=self.device) for width in (t.hidden, t.head_dim // 2, t.head_dim // 2)
+        )
+        table, at = self._table, pos
+        if table is None:  # rows of rotations are made, and taken as they are
+            cos, sin = self._rope.pair_cos_sin(pos)
+            table, at = (cos.contiguous(), sin.contiguous()), torch.arange(rows, device=self.device)
+        self._embed(ids, self._embed_weight, x, at, table, (turned[0], turned[1]))
+        return x, (turned[0], turned[1])
 
     def _run(
         self,
@@ -242,13 +248,11 @@ class FusedForward:
         kv: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         t, rows = self.topology, ids.shape[0]
-        cos, sin = self._rotations(pos)
-        x = torch.empty((rows, t.hidden), dtype=torch.float32, device=self.device)
+        x, (cos, sin) = self._begin(ids, pos)
         normed = torch.empty((rows, t.hidden), dtype=self.dtype, device=self.device)
         q = torch.empty((rows, t.heads, t.head_dim), dtype=self.dtype, device=self.device)
         attended = torch.empty_like(q)
         gated = torch.empty((rows, t.intermediate), dtype=self.dtype, device=self.device)
-        self._embed(ids, self._embed_weight, x)
         self._norm(x, self._layers[0].input_norm, normed)
         for index, (layer, (k_name, v_name)) in enumerate(zip(self._layers, names, strict=True)):
             k_cache, v_cache = kv[k_name], kv[v_name]
