@@ -7,13 +7,41 @@ from typing import Any
 
 import pytest
 
+from deepinfer.kernels import registry
+from deepinfer.kernels.paged_attention.cuda import attention_programs
+from deepinfer.kernels.toolchain import Program
 from deepinfer.models import resolve_model
+from deepinfer.models.kernel_shape import read_kernel_shape
+from deepinfer.models.llama.topology import read_topology
 from deepinfer.sampling import SamplingParams
 from engine_kit import random_prompts
 from exact_kit import KINDS, SIZES, VOCAB, check_same, config_of, engine_of, run
-from fp8_kit import BLOCK, write_pair
+from fp8_kit import BLOCK, QUANTIZATION, write_pair
+
+PAGE = 16
+"""Tokens of a page in ``engine_of``."""
 
 TOLD = SamplingParams(temperature=0, max_tokens=8, logprobs=-1)
+
+
+def gpu_programs() -> list[Program]:
+    """All kernels that the tests of this file launch on a GPU; also for building them where TileLang is."""
+    found: dict[Program, None] = {}
+    for kind in KINDS:
+        config = {**config_of(kind, "cuda"), "quantization_config": QUANTIZATION}
+        shape, topology = read_kernel_shape(config, page_tokens=PAGE), read_topology(config, config["architectures"][0])
+        found |= dict.fromkeys(registry.wanted(shape))
+        for window in set(topology.windows) - {None}:
+            sizes = (shape.heads, shape.kv_heads, shape.head_dim, PAGE)
+            found |= dict.fromkeys(attention_programs(*sizes, window or 0, shape.dtype))
+    return list(found)
+
+
+def test_kernels_of_the_gpus_tests_follow_from_the_configurations() -> None:
+    programs = gpu_programs()
+    assert {p.op for p in programs} == set(registry.operators()) and all(
+        dict(p.constants).get("page_tokens", PAGE) == PAGE for p in programs
+    )
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -72,12 +72,23 @@ def expansion_at(place: str, in_features: int, out_features: int, dtype: torch.d
     return made
 
 
+EXPANDED = [(256, 64), (576, 80), (4096, 64)]
+"""Sizes of weights whose every byte is expanded."""
+
+
+def gpu_programs() -> list[Program]:
+    """All kernels that the tests of this file launch on a GPU; also for building them where TileLang is."""
+    every = [p for pair in [*RUN, *OTHERS] for p in (*few_rows_programs(*pair, "bfloat16"), expand_program(pair[0], "bfloat16"))]
+    every += [p for pair in ((256, 1024), (1024, 256)) for p in few_rows_programs(*pair, "bfloat16")]
+    every += [expand_program(width, dtype) for width in (1024, *(w for w, _ in EXPANDED)) for dtype in ("bfloat16", "float16")]
+    return list(dict.fromkeys([*every, *few_rows_programs(*OTHERS[2], "float16")]))
+
+
 @pytest.fixture(scope="module")
 def built() -> None:
     """All kernels of this file, built side by side; the library held to the order of additions that engines hold it to."""
     get_platform("cuda").prepare(None)
-    every = [p for pair in [*RUN, *OTHERS] for p in (*few_rows_programs(*pair, "bfloat16"), expand_program(pair[0], "bfloat16"))]
-    default_store().get_all([*every, *few_rows_programs(*OTHERS[2], "float16"), expand_program(OTHERS[2][0], "float16")])
+    default_store().get_all(gpu_programs())
 
 
 # What a weight stands for
@@ -135,7 +146,7 @@ def test_the_reference_multiplies_what_is_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("in_features", "out_features"), [(256, 64), (576, 80), (4096, 64)], ids=str)
+@pytest.mark.parametrize(("in_features", "out_features"), EXPANDED, ids=str)
 @pytest.mark.parametrize("place", KERNEL_PLACES)
 def test_expanded_weights_are_the_references(place: str, in_features: int, out_features: int, dtype: torch.dtype) -> None:
     """Every byte, subnormal numbers and results among them, and scales that leave no exact number."""
