@@ -20,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Before CUDA starts: some tests touch it before the first engine does.
         os.environ.update(NO_WORKSPACE)
     os.environ.setdefault("DEEPINFER_QUIET", "1")
+    os.environ.setdefault("DEEPINFER_TOKENIZER_CACHE", "")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it for what it starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

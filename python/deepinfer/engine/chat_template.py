@@ -27,7 +27,8 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from deepinfer.engine.content_parts import read_parts
-from deepinfer.engine.tokenizer import ChatTemplates, Tokenizer
+from deepinfer.engine.tokenizer import Tokenizer
+from deepinfer.engine.tokenizer_store import ChatTemplates
 from deepinfer.errors import ConfigError, InvalidRequestError
 
 Message = Mapping[str, Any]

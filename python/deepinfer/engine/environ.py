@@ -164,6 +164,13 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     # Read where kernels are stored, which knows no engine.
     Switch("DEEPINFER_KERNEL_CACHE", "folder", str, None, "where compiled kernels are kept; unset = deepinfer/kernels in the cache folder"),
+    Switch(
+        "DEEPINFER_TOKENIZER_CACHE",
+        "folder",
+        str,
+        None,
+        "where tokenizers of directories are kept as they were made; empty = nowhere, unset = deepinfer/tokenizers in the cache folder",
+    ),
     Switch("DEEPINFER_QUIET", "0 | 1", _bool, False, "leave out the capacity report that a start prints on stderr"),
 )
 _BY_NAME = {s.name: s for s in SWITCHES}

@@ -13,7 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from deepinfer.engine.tokenizer import ChatTemplates, Tokenizer
+from deepinfer.engine.tokenizer import Tokenizer
+from deepinfer.engine.tokenizer_store import ChatTemplates
 from deepinfer.errors import CheckpointError, UnsupportedFormatError
 from deepinfer.models.loaders.gguf_file import gguf_parts, metadata, open_gguf
 

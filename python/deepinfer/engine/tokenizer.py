@@ -14,7 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
@@ -22,11 +22,10 @@ from typing import Any
 
 import tokenizers
 
+from deepinfer.engine import tokenizer_store
 from deepinfer.engine.detokenizer import Detokenizer, TokenTable
+from deepinfer.engine.tokenizer_store import ChatTemplates
 from deepinfer.errors import ConfigError, DeepInferError, InvalidRequestError, ModelNotFoundError, TokenOutOfRangeError
-
-ChatTemplates = str | Mapping[str, str]
-"""One template, or several by name ("default", "tool_use")."""
 
 
 def _looks_like_markup(content: str) -> bool:
@@ -238,6 +237,8 @@ def _of_any_model() -> Iterator[None]:
 def load_tokenizer(source: str, revision: str | None = None) -> Tokenizer:
     """Reads a tokenizer from a directory, a hub id or a GGUF file. Code shipped with a model is never run.
 
+    A directory's is kept as it was made (`deepinfer.engine.tokenizer_store`), so that this takes the library only once.
+
     Raises:
         ModelNotFoundError: nothing under that name.
         ConfigError: what is there has no fast tokenizer, or needs code of its own.
@@ -246,6 +247,11 @@ def load_tokenizer(source: str, revision: str | None = None) -> Tokenizer:
         from deepinfer.engine.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(source)
+    file = tokenizer_store.file_of(Path(source))
+    if file is not None and (kept := tokenizer_store.find(file)) is not None:
+        with suppress(Exception):  # of a damaged file
+            restored = tokenizers.Tokenizer.from_str(kept.backend)
+            return Tokenizer(restored, special_tokens=kept.special_tokens, chat_template=kept.chat_template, name=source)
     from transformers import AutoTokenizer
 
     try:
@@ -264,4 +270,6 @@ def load_tokenizer(source: str, revision: str | None = None) -> Tokenizer:
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ConfigError(f"the tokenizer of {source!r} has no fast form (tokenizer.json); pass tokenizer= one that has")
     named = {k: str(v) for k, v in made.special_tokens_map.items() if isinstance(v, str) or hasattr(v, "content")}
+    if file is not None:
+        tokenizer_store.keep(file, backend, named, made.chat_template)
     return Tokenizer(backend, special_tokens=named, chat_template=made.chat_template, name=source)
