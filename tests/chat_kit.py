@@ -21,10 +21,29 @@ from deepinfer.outputs import CompletionOutput, FinishReason, Logprob, PositionL
 from deepinfer.server.conversation import AnswerParser, Content, Piece, Reasoning, ToolCallArguments, ToolCallStart
 from deepinfer.structured import bindings
 from deepinfer.structured.compiler import Compiler
-from deepinfer.structured.screen import screen
+from deepinfer.structured.screen import MOST_CHOICES, MOST_DEPTH, screen
 from deepinfer.structured_outputs import StructuredOutputs
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_DEEP = '{"items":' * MOST_DEPTH * 50 + "{}" + "}" * MOST_DEPTH * 50
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"json": "{"}, "the JSON schema is no JSON"),
+    ({"json": "[]"}, "a JSON schema is an object"),
+    ({"json": "NaN"}, "the JSON schema is no JSON"),
+    ({"json": _DEEP}, "the JSON schema is nested more than"),
+    ({"json": '{"const": "\\ud800"}'}, "the JSON schema is not valid Unicode"),
+    ({"json": {"minimum": 1 << 70}}, "the JSON schema has an integer that does not fit"),
+    ({"json": {"not": {}}, "strict": True}, "strict was asked for"),
+    ({"structural_tag": "x"}, "the structural tag is no JSON"),
+    ({"structural_tag": "[1]"}, "a structural tag is"),
+    ({"structural_tag": "null"}, "a structural tag is"),
+    ({"structural_tag": {"type": "structural_tag", "format": "x"}}, "a structural tag is"),
+    ({"structural_tag": {"format": {"type": "any_text"}}}, "a structural tag is"),
+    ({"grammar": ""}, "the grammar is empty"),
+    ({"choice": [str(i) for i in range(MOST_CHOICES + 1)]}, f"choice has {MOST_CHOICES + 1} texts"),
+    ({"choice": ["\ud800"]}, "choice is not valid Unicode"),
+]
+"""Forms that nothing can be held to, and what is said of them, whatever stands beside the answer."""
 TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"

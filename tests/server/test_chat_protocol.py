@@ -95,6 +95,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"structured_outputs": {"json": "{"}, "tools": TOOLS}, None),
+    ({"response_format": {"type": "structural_tag", "format": "x"}, "tools": TOOLS}, None),
     ({"request_id": "a b"}, "request_id"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),

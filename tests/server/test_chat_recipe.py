@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import chat_kit as kit
 from deepinfer.engine.grammars import vocabulary_of
 from deepinfer.engine.text_side import TextSide
 from deepinfer.engine.tokenizer import Tokenizer
-from deepinfer.errors import ConfigError
+from deepinfer.errors import ConfigError, GrammarError
 from deepinfer.sampling import SamplingParams
 from deepinfer.server.chat.recipe import RecipeBackend, missing_tokens
 from deepinfer.server.conversation import Content as Said
@@ -226,6 +227,12 @@ def test_calls_and_forms_are_held_to_by_grammars_that_know_the_formats_tokens() 
     assert verdict('{"a": 1}', number, thinking=False) == "whole"
     assert verdict(f"hm</think>\n\n{CALL}", number, tools=(held,)) == "whole"
     assert "schema" in text_of(rendered(user(), params=number))
+
+
+@pytest.mark.parametrize(("form", "message"), kit.MALFORMED)
+def test_malformed_forms_are_refused_as_what_they_are(form: dict[str, Any], message: str) -> None:
+    with pytest.raises(GrammarError, match=f"^{re.escape(message)}"):
+        rendered(user(), params=SamplingParams(structured_outputs=form))
 
 
 def test_a_mark_that_is_spelled_is_no_call_for_grammars_either() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from deepinfer.engine.chat_template import ChatTemplate
 from deepinfer.engine.grammars import vocabulary_of
 from deepinfer.engine.input_processor import InputProcessor, ModelLimits
 from deepinfer.engine.text_side import TextSide
+from deepinfer.errors import GrammarError
 from deepinfer.sampling import SamplingParams
 from deepinfer.server.chat.template import TemplateBackend
 from deepinfer.server.conversation import Conversation, Tool, ToolChoice
@@ -88,6 +90,15 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("values", "text", "expected"), CASES)
 def test_what_is_let_through(values: dict[str, Any], text: str, expected: str, marks: bool) -> None:
     assert verdict(text, marks, **values) == expected
+
+
+@pytest.mark.parametrize(("form", "message"), kit.MALFORMED)
+def test_malformed_forms_are_refused_as_what_they_are(form: dict[str, Any], message: str) -> None:
+    made, _, _ = backend(True)
+    params = SamplingParams(structured_outputs=form)
+    for beside in ({}, BOTH, {"thinking": True}):
+        with pytest.raises(GrammarError, match=f"^{re.escape(message)}"):
+            made.render(Conversation([{"role": "user", "content": "hi"}], **beside), params)
 
 
 def test_spelled_marks_are_no_calls_and_marks_are_no_text() -> None:

@@ -70,6 +70,7 @@ def test_what_is_no_route_is_told_in_json(server: Served) -> None:
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and wrong.json()["error"]["code"] == "method_not_allowed"
     embeddings = server.post("/v1/embeddings", {"input": "x", "model": "tiny"})
     assert embeddings.status_code == 501 and embeddings.json()["error"]["type"] == "not_supported_error"
+    assert embeddings.headers["x-should-retry"] == "false", "clients would ask twice more"
 
 
 def test_a_request_id_is_echoed_if_it_is_harmless(server: Served) -> None:

@@ -18,6 +18,7 @@ from deepinfer.sampling import SamplingParams
 from deepinfer.server.chat.bits import Mark
 from deepinfer.server.conversation import Tool, ToolChoice
 from deepinfer.structured import tool_tag
+from deepinfer.structured.screen import screen
 from deepinfer.structured_outputs import StructuredOutputs
 
 Format = dict[str, Any]
@@ -27,11 +28,15 @@ _ANYTHING: Format = {"type": "object", "additionalProperties": True}
 
 
 def form_format(form: StructuredOutputs) -> Format:
-    """A form as a part of a structural tag."""
+    """A form as a part of a structural tag.
+
+    Raises:
+        GrammarError: it is malformed; within a tag it would be complained of as something that the client did not write.
+    """
+    source = screen(form).source
     match form.kind:
         case "json" | "json_object":
-            schema = _ANYTHING if form.kind == "json_object" else json.loads(form.json) if isinstance(form.json, str) else form.json
-            made: Format = {"type": "json_schema", "json_schema": schema}
+            made: Format = {"type": "json_schema", "json_schema": json.loads(source)}
             if form.any_order:
                 made["any_order"] = True
             if form.max_whitespace is not None or not form.any_whitespace:
@@ -44,8 +49,7 @@ def form_format(form: StructuredOutputs) -> Format:
         case "choice":
             return {"type": "or", "elements": [{"type": "const_string", "value": c} for c in form.choices]}
         case _:
-            tag = json.loads(form.structural_tag) if isinstance(form.structural_tag, str) else form.structural_tag
-            return dict((tag or {}).get("format") or {})
+            return dict(json.loads(source)["format"])
 
 
 def constrained(

@@ -39,6 +39,7 @@ from deepinfer.server.conversation import (
     ToolChoice,
 )
 from deepinfer.server.errors import BadRequestError
+from deepinfer.structured.screen import screen
 from deepinfer.structured_outputs import StructuredOutputs
 
 Version = Literal["v4", "v4_1"]
@@ -170,7 +171,7 @@ class RecipeBackend:
             body["logprobs"] = True
         form = params.form
         if form is not None and form.kind == "json":  # the prompt shows the schema, as the model was trained
-            schema = json.loads(form.json) if isinstance(form.json, str) else form.json
+            schema = json.loads(screen(form).source)
             if isinstance(schema, dict):
                 body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         try:

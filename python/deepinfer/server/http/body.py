@@ -24,6 +24,9 @@ _LINGER = 1.0
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 
+_KINDS = {list: "an array", str: "a string", bool: "a truth value", type(None): "null"}
+
+
 class ClientLeftError(Exception):
     """Nobody is there to be answered."""
 
@@ -99,9 +102,10 @@ def parse_json(body: bytes, *, most_depth: int) -> dict[str, Any]:
     except json.JSONDecodeError as e:
         raise BadRequestError(f"the body is no JSON: {e.msg} at character {e.pos}", code="invalid_json") from None
     except (ValueError, RecursionError) as e:  # a number of thousands of digits, one beyond floats, NaN
-        raise BadRequestError(f"the body is no JSON: {e}", code="invalid_json") from None
+        why = "a number has thousands of digits" if "int_max_str_digits" in str(e) else e
+        raise BadRequestError(f"the body is no JSON: {why}", code="invalid_json") from None
     if not isinstance(read, dict):
-        raise BadRequestError(f"the body must be a JSON object, got {type(read).__name__}", code="invalid_json")
+        raise BadRequestError(f"the body must be a JSON object, got {_KINDS.get(type(read), 'a number')}", code="invalid_json")
     return read
 
 

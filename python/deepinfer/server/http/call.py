@@ -175,6 +175,8 @@ class Call:
                 await self._stream.end()
             return
         headers = dict(error.headers)
+        if error.status == 501:
+            headers["x-should-retry"] = "false"  # clients of both protocols try all others above 499 again
         if error.retry_after is not None:
             headers["retry-after"] = str(max(1, round(error.retry_after)))
         await self.reply(error.status, error.body(self.protocol), headers)
