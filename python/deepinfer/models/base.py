@@ -270,7 +270,7 @@ class PromptGraphModel(Model, Protocol):
 
     @property
     def unit_rows(self) -> int:
-        """Most rows of a unit, 1 or more; asked for once ``kv_groups`` was called."""
+        """Most rows of a unit, 1 or more."""
 
     def prompt_step(self, rows: PromptRows, kv: dict[str, torch.Tensor]) -> torch.Tensor:
         """Writes KV of the rows and gives hidden states ``[R, hidden]`` after the final norm, the bits ``forward`` gives. As ``decode``

@@ -22,7 +22,7 @@ from ...kernels.argmax.cuda import Argmax
 from ...kernels.embedding.cuda import Embedding
 from ...kernels.linear.cuda import agreeing_rows, linears_of
 from ...kernels.linear_fp8.cuda import PackedProjection, differing
-from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs
+from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs, unit_tokens
 from ...kernels.paged_attention.units import Units, one_row_units, step_units
 from ...kernels.rms_norm.cuda import AddRmsNorm, RmsNorm
 from ...kernels.rope import RopeTable
@@ -192,7 +192,7 @@ class FusedForward:
     @property
     def unit_rows(self) -> int:
         """See ``base.PromptGraphModel``."""
-        return next(iter(self._attention.values())).tokens
+        return unit_tokens(self.topology.heads, self.topology.kv_heads)
 
     def padded_rows(self, count: int) -> int:
         """The least row count of at least ``count`` that is made of whole pieces of ``_LARGEST_STEP`` and one that agrees."""
