@@ -88,6 +88,25 @@ def test_any_family_is_counted_as_it_loads(capsys: pytest.CaptureFixture[str], t
     assert plan(capsys, str(tmp_path / "config.json"), "--dtype", "float32")["weight_bytes"] == report["weight_bytes"]
 
 
+def test_fp8_weights_that_stay_packed_are_counted_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On a GPU, but for the head, what is not converted, and what no kernel is made for; a host and float32 expand them."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 120, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "quantization_config": {
+            "quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.down_proj"],
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = plan(capsys, str(tmp_path), "--gpus", "1")
+    kept, scales = (256 + 192) * 64 + 64 * 128, 4 * (256 // 16 + 192 // 16 + 64 // 16)
+    expanded = report["weight_bytes"]["bfloat16"]
+    assert report["weight_bytes"] == {"packed": expanded - kept + scales, "bfloat16": expanded}
+    assert report["fit"]["weight_bytes_per_place"] == expanded - kept + scales == report["checkpoint_bytes"]["total"]
+    assert plan(capsys, str(tmp_path), "--host-gb", "1")["fit"]["weight_bytes_per_place"] == expanded
+    assert list(plan(capsys, str(tmp_path), "--dtype", "float32")["weight_bytes"]) == ["float32"]
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from .base import ConfigurableModel, Fillable, PagedGroup, StateGroup
+from .base import ConfigurableModel, Fillable, LoadableModel, PagedGroup, StateGroup
+from .loaders.dummy import DummyFp8Source
+from .loaders.fp8 import Fp8Source, may_pack
 from .registry import architecture_of, resolve_architecture
 
 _OWN: dict[str, str] = {"DeepseekV41ForCausalLM": "deepinfer.models.deepseek_v41.sizes:read_sizes"}
@@ -67,6 +69,16 @@ def resident_bytes(model: Fillable) -> int:
     return sum(model.parameter(name).nbytes for name in model.parameter_shapes())
 
 
+def _packed_bytes(family: type[LoadableModel], config: Mapping[str, Any], dtype: torch.dtype, model: LoadableModel) -> int | None:
+    """Bytes of the parameters where FP8 weights stay packed; ``None`` if ``model``'s cannot."""
+    quantization = config.get("quantization_config") or {}
+    make: Callable[..., LoadableModel] | None = getattr(family, "from_packed", None)
+    if make is None or dtype == torch.float32 or not may_pack(quantization):
+        return None
+    source = Fp8Source(DummyFp8Source(model.parameter_shapes(), 0, quantization), quantization)
+    return resident_bytes(make(config, dtype, torch.device("meta"), source.packable()))
+
+
 def read_sizes(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16, block_tokens: int = 64) -> ModelSizes:
     """Sizes of the model that ``config`` describes, run in ``dtype`` with KV blocks of ``block_tokens`` (unless the family fixes them).
 
@@ -81,10 +93,11 @@ def read_sizes(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16, b
     model = family.from_config(config, dtype, torch.device("meta"))
     paged, state = model.kv_groups(model.block_tokens if isinstance(model, ConfigurableModel) else block_tokens)
     parameters, nbytes = sum(map(prod, model.parameter_shapes().values())), resident_bytes(model)
+    packed = _packed_bytes(family, config, dtype, model)
     return ModelSizes(
         architecture=architecture,
-        parts=(PartSize("weights", parameters, nbytes),),
-        weight_bytes={str(dtype).removeprefix("torch."): nbytes},
+        parts=(PartSize("weights", parameters, packed or nbytes),),
+        weight_bytes={**({"packed": packed} if packed else {}), str(dtype).removeprefix("torch."): nbytes},
         table_bytes=0,
         paged=tuple(paged),
         state=tuple(state),
