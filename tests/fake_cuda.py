@@ -164,6 +164,7 @@ def _no_kernels(programs: Sequence[Program], *_: Any) -> None:
 
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "Event", FakeEvent),
+    (torch.cuda, "device", lambda _device: nullcontext()),
     (loading, "load", _no_kernels),
     (graphs, "recorder_for", lambda _device: FakeRecorder()),
     (CudaPlatform, "count", staticmethod(lambda: 1)),

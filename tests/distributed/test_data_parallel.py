@@ -22,9 +22,10 @@ import engine_kit
 from deepinfer import LLM, AsyncLLM, SamplingParams
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.data_parallel.balancer import FewestTokens, RankLoad
-from deepinfer.engine.data_parallel.group_engine import GroupEngine
+from deepinfer.engine.data_parallel.group_engine import GroupEngine, rank_configs
 from deepinfer.errors import ConfigError, EngineDeadError, InvalidRequestError
 from deepinfer.models.deepseek_v41.make_checkpoint import make_checkpoint
+from deepinfer.platforms.cuda import CudaPlatform
 from process_kit import gone
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "deepseek_v41" / "tiny.json"
@@ -246,3 +247,17 @@ def test_what_a_rank_finds_wrong_while_loading_is_told(llama: str) -> None:
     with pytest.raises(ConfigError, match=r"rank \d of 2: .*has no experts to spread"):
         LLM(llama, **SETTINGS | {"block_size": 16}, data_parallel_size=2, expert_parallel=True)
     assert set(children(os.getpid())) <= before
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_each_rank_has_a_gpu_of_its_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaPlatform, "count", staticmethod(lambda: 2))
+    config = EngineConfig(model="m", device=device, data_parallel_size=2, expert_parallel=True)
+    ranks = rank_configs(config, CudaPlatform(0), "meet")
+    assert [one.device for one in ranks] == ["cuda:0", "cuda:1"]
+    assert [(one.rank.rank, one.rank.size) for one in ranks if one.rank] == [(0, 2), (1, 2)]
+    assert [one.quiet for one in ranks] == [config.quiet, True]
+    with pytest.raises(ConfigError, match="cuda:2"):
+        rank_configs(EngineConfig(model="m", device=device, data_parallel_size=3), CudaPlatform(0), "meet")
+    with pytest.raises(ConfigError, match="is one GPU"):
+        EngineConfig(model="m", device="cuda:1", data_parallel_size=2)

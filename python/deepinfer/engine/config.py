@@ -358,7 +358,7 @@ class EngineConfig:
                 f"kv_store={self.kv_store!r} belongs to one process, and there are {size}; "
                 "start `deepinfer kvstore serve` on that folder and give its address"
             )
-        if str(self.device).startswith("cuda:"):
+        if self.rank is None and str(self.device).startswith("cuda:"):  # a rank's own is one GPU
             raise ConfigError(f"device {self.device!r} is one GPU, and there are {size} ranks; use device='cuda' for one each")
 
     def _check_memory(self) -> None:

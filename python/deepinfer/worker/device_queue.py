@@ -91,7 +91,7 @@ class DeviceQueue(Protocol):
 def make_queue(device: torch.device, overlap: bool) -> DeviceQueue:
     """The queue of a device."""
     if device.type == "cuda":
-        return StreamQueue()
+        return StreamQueue(device)
     return ThreadQueue() if overlap else InlineQueue()
 
 
@@ -240,12 +240,13 @@ def _perform_all(shared: _Shared) -> None:
 
 
 class StreamQueue:
-    """The current stream of a GPU. Work launches kernels and copies; events tell when they are through.
+    """The current stream of a GPU, whichever is the calling thread's. Work launches kernels and copies; events tell when they are through.
 
     A Python error of a launch stays with its step; an error of the device itself surfaces at the next wait and is final.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._spare: list[torch.cuda.Event] = []
 
     def _mark(self, ticket: Ticket) -> None:
@@ -255,14 +256,15 @@ class StreamQueue:
 
     def submit(self, ticket: Ticket, work: Work, *, last: bool) -> None:
         """See :class:`DeviceQueue`."""
-        try:
-            if ticket.error is None:
-                if not ticket.marks:
-                    self._mark(ticket)
-                work()
-        except Exception as e:
-            ticket.error = e
-        self._mark(ticket)  # also of a failed step: its copies may still read the ring
+        with torch.cuda.device(self._device):
+            try:
+                if ticket.error is None:
+                    if not ticket.marks:
+                        self._mark(ticket)
+                    work()
+            except Exception as e:
+                ticket.error = e
+            self._mark(ticket)  # also of a failed step: its copies may still read the ring
         if last:
             ticket.done.set()
 
@@ -292,6 +294,7 @@ class StreamQueue:
 
     def close(self) -> None:
         """See :class:`DeviceQueue`."""
-        end = torch.cuda.Event()
-        end.record()
+        with torch.cuda.device(self._device):
+            end = torch.cuda.Event()
+            end.record()
         end.synchronize()
