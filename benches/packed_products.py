@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from deepinfer.errors import KernelBuildError
 from deepinfer.kernels.linear.cuda import FewRows, Projection, few_rows_programs, linears_of
 from deepinfer.kernels.linear_fp8 import PackedWeight, scale_shape
 from deepinfer.kernels.linear_fp8.cuda import Choice, Expansion, FewRowsFp8, PackedProjection, choose, expand_program, few_rows_program
@@ -105,7 +106,10 @@ def measure(in_features: int, out_features: int, counts: list[int], device: torc
         want = packed[0].by_library(x)
         spent: dict[str, float] = {}
         for choice in candidates(rows):
-            (kernel,) = require([few_rows_program(in_features, choice, "bfloat16")], device, after=True)
+            try:
+                (kernel,) = require([few_rows_program(in_features, choice, "bfloat16")], device, after=True)
+            except KernelBuildError:  # told in a warning
+                continue
 
             def launch(weight: PackedWeight, kernel: Any = kernel, choice: Choice = choice, x: Any = x, out: Any = out) -> None:
                 grid = (out_features // choice.tile, -(-len(x) // choice.tokens))
