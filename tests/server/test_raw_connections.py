@@ -56,7 +56,17 @@ def test_headers_that_come_at_once_are_counted_too(front: Local, headers: bytes)
 def test_what_is_beside_a_body_in_pieces_is_bounded(front: Local, rest: bytes) -> None:
     began = time.monotonic()
     got = raw(front, HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n" + rest, pause=0)
-    assert not got.startswith(b"HTTP/1.1 200 ") and time.monotonic() - began < 0.5
+    assert got.startswith(b"HTTP/1.1 431 ") and time.monotonic() - began < 0.5
+    front.at_rest()
+
+
+@pytest.mark.parametrize("rest", [b"xchunked\r\n\r\n0\r\n\r\n", b"chunked\r\n\r\n2\r\n{}\r\nzz\r\n"], ids=["coding", "size"])
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nothing"])
+def test_a_body_in_pieces_that_are_none_is_told(front: Local, path: bytes, rest: bytes) -> None:
+    for pause in (0.0, 0.1):
+        head = HEAD.replace(b"/v1/completions", path) + b"transfer-encoding: "
+        got = raw(front, head + rest[:-4], rest[-4:], pause=pause)
+        assert got.count(b"HTTP/1.1 ") == 1 and got.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 "))
     front.at_rest()
 
 

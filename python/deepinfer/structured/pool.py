@@ -34,6 +34,8 @@ MEMORY = 4 << 30
 MOST_RESULT = 32 << 20
 """Bytes of a compiled grammar: engines read it, and keep it as long as an answer runs."""
 _START_SECONDS = 120.0
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM")
+"""What a process dies of that somebody else ended, such as a system without memory, perhaps while it had nothing to do."""
 
 
 def worker_count(wanted: int) -> int:
@@ -50,6 +52,14 @@ class Task:
         self.future: Future[Compiled] = Future()
         self.cancelled = self.begun = False
         self.worker: _Worker | None = None
+
+
+class _KilledError(Exception):
+    """A process was ended from outside, so many seconds ``after`` it was given a task: once, that is not the task's fault."""
+
+    def __init__(self, how: str, after: float) -> None:
+        super().__init__(how)
+        self.how, self.after = how, after
 
 
 class _Shared:
@@ -195,6 +205,17 @@ class _Worker:
                 self._wake_write = -1
 
     def _run(self, task: Task) -> Compiled:
+        try:
+            return self._try(task, self._shared.seconds)
+        except _KilledError as e:
+            left = self._shared.seconds - e.after
+            task.begun = False
+        try:
+            return self._try(task, max(1.0, left))
+        except _KilledError as e:
+            raise GrammarTimeoutError(_ended_by(e.how)) from None
+
+    def _try(self, task: Task, seconds: float) -> Compiled:
         s = self._shared
         if self.process is None or self.process.poll() is not None:
             self._kill()
@@ -206,9 +227,12 @@ class _Worker:
         with contextlib.suppress(OSError):  # a process that has ended meanwhile: said below
             assert self._socket is not None
             send(self._socket, {"kind": task.kind, "options": task.options}, task.source.encode())
-            message = self._answer(task, start + s.seconds, lambda: _late(s.seconds, self._worked() - worked))
+            message = self._answer(task, start + seconds, lambda: _late(s.seconds, self._worked() - worked))
         if message is None:
-            raise GrammarTimeoutError(f"compiling it ended its process ({self._how_it_ended()}); make it smaller or less nested")
+            how = self._how_it_ended()
+            if how in _FROM_OUTSIDE:
+                raise _KilledError(how, time.monotonic() - start)
+            raise GrammarTimeoutError(_ended_by(how))
         said, data = message
         if "error" in said:
             if said["kind"] == "GrammarTimeoutError":
@@ -224,7 +248,10 @@ class _Worker:
         )
         message = self._answer(task, time.monotonic() + _START_SECONDS, lambda: late)
         if message is None:
-            raise EngineDeadError(f"the process that compiles grammars ended at its start ({self._how_it_ended()})")
+            how = self._how_it_ended()
+            if how in _FROM_OUTSIDE:
+                raise GrammarBusyError(f"the process that compiles grammars was ended while it started ({how}); try again")
+            raise EngineDeadError(f"the process that compiles grammars ended at its start ({how})")
         if "error" in message[0]:
             self._kill()
             kind = ConfigError if message[0]["kind"] == "ConfigError" else EngineDeadError
@@ -252,6 +279,8 @@ class _Worker:
                     raise GrammarTimeoutError(f"compiled it has {e} bytes, above {MOST_RESULT}; make it smaller") from None
                 except TimeoutError:
                     pass
+                except ConnectionError:  # it ended with something unread
+                    return None
             if time.monotonic() >= deadline:
                 error = late()
                 self._kill()
@@ -323,6 +352,10 @@ class _Worker:
         with contextlib.suppress(ValueError):
             return signal.Signals(-status).name
         return f"signal {-status}"
+
+
+def _ended_by(how: str) -> str:
+    return f"compiling it ended its process ({how}); make it smaller or less nested"
 
 
 def _late(seconds: float, worked: float) -> GrammarTimeoutError:

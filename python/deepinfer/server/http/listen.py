@@ -248,8 +248,14 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
         def _turn_away(self, error: ApiError) -> None:
             self._headers_are_there()
-            if self._answering is None or self._answering.response_complete:  # else it would be taken for a part of that answer
+            cycle = self._answering
+            if cycle is None or (cycle.response_complete and not self._in_body):
                 self.transport.write(raw_answer(error))
+            elif cycle is self.cycle and self._in_body and not cycle.response_started:  # its own body is at fault
+                cycle.disconnected = True  # no other answer may follow
+                cycle.message_event.set()
+                self.transport.write(raw_answer(error))
+            # else it would be taken for a part of an answer, or for the next one's
             self.transport.close()
 
     return LimitedProtocol
