@@ -16,7 +16,7 @@ import chat_kit as kit
 from deepinfer.engine.grammars import vocabulary_of
 from deepinfer.engine.text_side import TextSide
 from deepinfer.engine.tokenizer import Tokenizer
-from deepinfer.errors import ConfigError, GrammarError
+from deepinfer.errors import ConfigError, GrammarError, ImageError
 from deepinfer.sampling import SamplingParams
 from deepinfer.server.chat.recipe import RecipeBackend, missing_tokens
 from deepinfer.server.conversation import Content as Said
@@ -313,6 +313,12 @@ def test_images_are_data_urls_for_models_that_take_them() -> None:
     made = rendered(user(image("data:image/png;base64,AAAA")))
     token = vocabulary().control_tokens["<｜image｜>"]
     assert made.prompt["images"] == [b"\0\0\0"] and ids(made).count(token) == 1  # type: ignore[index, call-overload, union-attr]
+    several = [part for url in ("data:image/bmp;base64,AAAA", "DATA:image/tiff;BASE64,AQID", "data:image/x;base64,") for part in image(url)]
+    made = rendered({"role": "system", "content": "s"}, user(several), user(image("data:image/gif;base64,BAUG")))
+    assert made.prompt["images"] == [b"\0\0\0", b"\1\2\3", b"", b"\4\5\6"] and ids(made).count(token) == 4  # type: ignore[index, call-overload, union-attr]
+    for bad in ("data:image/png,AAAA", "data:text/html;base64,AAAA", "data:image/png;base64,AAA", "data:image/png;base64,\ud800", "data:"):
+        with pytest.raises(ImageError, match=r"^messages\[0\]\.content\[1\] has a data URL that"):
+            rendered(user(image(bad)))
     with pytest.raises(BadRequestError, match="nothing is fetched"):
         rendered(user(image("http://127.0.0.1/x.png")))
     with pytest.raises(BadRequestError, match="takes no images"):

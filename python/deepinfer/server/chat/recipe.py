@@ -10,6 +10,7 @@ reasoning) is served by us, around it.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
@@ -48,6 +49,8 @@ VERSIONS: Mapping[str, Version] = {"DeepseekV4ForCausalLM": "v4", "DeepseekV41Fo
 
 _MODEL = "model"
 _MOST_IMAGE_BYTES = 1 << 28
+_NUMBER = 3
+"""Bytes of the number that stands for an image: no padding in base64."""
 _NEEDED = ("Bos", "Eos", "ThinkingStart", "ThinkingEnd", "User", "Assistant", "Dsml")
 
 
@@ -110,11 +113,12 @@ class RecipeBackend:
                 "this model's prompt always ends with the beginning of an answer; leave add_generation_prompt out",
                 param="add_generation_prompt",
             )
-        converted = self._converted(c, params)
+        messages, files = self._messages(c)
+        converted = self._converted(c, messages, params)
         made = converted.conversation
         ids = self._encoding.encode(made)
         prompt: PromptDict = {"prompt_token_ids": ids}
-        images = self._images(self._encoding.render_conversation(made).image_sources)
+        images = [files[_number(source)] for source in self._encoding.render_conversation(made).image_sources]
         if images:
             prompt["images"] = images
         options = converted.parsing_options
@@ -151,8 +155,8 @@ class RecipeBackend:
         tag = {"type": "structural_tag", "format": answer}
         return params.clone(structured_outputs=StructuredOutputs(structural_tag=tag, strict=form is not None and form.strict))
 
-    def _converted(self, c: Conversation, params: SamplingParams) -> Any:
-        body: dict[str, Any] = {"model": _MODEL, "messages": [_message(m, place) for place, m in enumerate(c.messages)]}
+    def _converted(self, c: Conversation, messages: list[dict[str, Any]], params: SamplingParams) -> Any:
+        body: dict[str, Any] = {"model": _MODEL, "messages": messages}
         if c.continue_final_message:
             if body["messages"][-1].get("role") != "assistant":
                 raise BadRequestError("continue_final_message needs a last message of the assistant", param="messages")
@@ -181,13 +185,27 @@ class RecipeBackend:
         except ValueError as e:
             raise BadRequestError(f"the conversation cannot be put into this model's prompt: {e}", param="messages") from None
 
-    def _images(self, sources: Sequence[Any]) -> list[bytes]:
-        if sources and not self._takes_images:
-            raise BadRequestError("this model takes no images; leave image parts out of the messages", param="messages")
-        return [
-            DataUrl(source.path or f"image {place}", source.data_url or "").decoded(_MOST_IMAGE_BYTES)
-            for place, source in enumerate(sources)
-        ]
+    def _messages(self, c: Conversation) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """The messages as the package takes them, and their image files: it is shown a number in place of each, since it knows fewer
+        kinds of files and spellings of a URL than are served here."""
+        messages = [_message(m) for m in c.messages]
+        files: list[bytes] = []
+        for place, message in enumerate(messages):
+            if not isinstance(message.get("content"), list | tuple):
+                continue
+            parts = message["content"] = list(message["content"])
+            for at, part in enumerate(parts):
+                if part.get("type") != "image_url":
+                    continue
+                where, url = f"messages[{place}].content[{at}]", str(part.get("image_url", {}).get("url"))
+                if not self._takes_images:
+                    raise BadRequestError("this model takes no images; leave image parts out of the messages", param="messages")
+                if url[:5].lower() != "data:":
+                    raise BadRequestError("an image must be a data: URL; nothing is fetched", param=where)
+                stand_in = base64.b64encode(len(files).to_bytes(_NUMBER, "big")).decode()
+                files.append(DataUrl(where, url).decoded(_MOST_IMAGE_BYTES))
+                parts[at] = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{stand_in}"}}
+        return messages, files
 
 
 def _refuse(error: Any) -> NoReturn:
@@ -199,7 +217,12 @@ def _refuse(error: Any) -> NoReturn:
     raise BadRequestError(message, param="messages") from None
 
 
-def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _number(source: Any) -> int:
+    """Which of the images an image source of the package stands for."""
+    return int.from_bytes(base64.b64decode(source.data_url.partition(",")[2]), "big")
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as the package takes it: no role developer, no null contents, images as data URLs only."""
     made = {
         k: v for k, v in message.items() if k in ("role", "content", "reasoning_content", "tool_calls", "tool_call_id") and v is not None
@@ -210,11 +233,6 @@ def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
         made.setdefault("content", "")
     if made.get("role") == "tool":
         made.setdefault("tool_call_id", "")
-    if isinstance(made.get("content"), Sequence) and not isinstance(made["content"], str):
-        for part in made["content"]:
-            url = part.get("image_url", {}).get("url") if part.get("type") == "image_url" else None
-            if url is not None and not str(url)[:5].lower() == "data:":
-                raise BadRequestError("an image must be a data: URL; nothing is fetched", param=f"messages[{place}].content")
     return made
 
 
