@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from deepinfer.errors import KernelBuildError
-from deepinfer.kernels.linear.cuda import FewRows, Projection, few_rows_programs, linears_of
+from deepinfer.kernels.linear.cuda import ProductKernels, Projection, linears_of, programs_of
 from deepinfer.kernels.linear_fp8 import PackedWeight, scale_shape
 from deepinfer.kernels.linear_fp8.cuda import Choice, Expansion, FewRowsFp8, PackedProjection, choose, expand_program, few_rows_program
 from deepinfer.kernels.toolchain import Program, default_store
@@ -53,7 +53,7 @@ def programs(pairs: list[tuple[int, int]], counts: list[int]) -> list[Program]:
     """All kernels that are launched."""
     found: dict[Program, None] = {}
     for in_features, out_features in pairs:
-        found |= dict.fromkeys(few_rows_programs(in_features, out_features, "bfloat16"))
+        found |= dict.fromkeys(programs_of(in_features, out_features, "bfloat16"))
         found[expand_program(in_features, "bfloat16")] = None
         for rows in counts:
             chosen = choose(in_features, out_features, rows)
@@ -96,7 +96,7 @@ class Weights:
 def measure(in_features: int, out_features: int, counts: list[int], device: torch.device) -> list[dict[str, Any]]:
     """One record a number of rows."""
     dtype, weights = torch.bfloat16, Weights(in_features, out_features, device)
-    expansion, few = Expansion(dtype, device), FewRows(in_features, out_features, dtype, device)
+    expansion, few = Expansion(dtype, device), ProductKernels(in_features, out_features, dtype, device)
     packed = [PackedProjection(w, FewRowsFp8(in_features, out_features, dtype, device), expansion) for w in weights.packed]
     plain = [Projection(w, None, few) for w in weights.plain]
     found = []

@@ -37,7 +37,7 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         if hasattr(module, "run_dtype"):
             monkeypatch.setattr(module, "run_dtype", lambda dtype: "bfloat16")
     for module in (linear, linear_fp8):
-        monkeypatch.setattr(module, "choose", lambda in_features, out_features, rows: None)
+        monkeypatch.setattr(module, "choose", lambda in_features, out_features, rows, gated=False: None)
     for kind in (Projection, PackedProjection):
         monkeypatch.setattr(kind, "by_library", exact_product)
     monkeypatch.setattr(fused, "_LARGEST_STEP", 64)  # so that steps run in pieces

@@ -115,15 +115,16 @@ def check_machine_code(program: Program, folder: Path) -> None:
 
 
 def read_before_waiting(program: Program, late: bool = False) -> set[str]:
-    """Parameters that ``program`` names before it waits for the kernel before. Fails unless it lets the next one start first (``late``:
-    not before it has waited) and waits."""
+    """Parameters that ``program`` names or copies before it waits for the kernel before. Fails unless it lets the next one start first
+    (``late``: not before it has waited) and waits."""
     found = lowered(program)
     body = found.source[found.source.rindex(f"{found.entry}(") :]
     head, body = body.split("{", 1)
     assert "__restrict__" not in head, "a read through such a pointer may move over the wait"
     before, behind = body.split("cudaGridDependencySynchronize();")
     assert [part.count("cudaTriggerProgrammaticLaunchCompletion();") for part in (before, behind)] == [not late, late]
-    return {name for name, kind in found.args if kind == "ptr" and re.search(rf"(?<![.\w]){name}\b", before)}
+    copied = set(re.findall(r"\btma_\w+\((\w+)_desc\b", before))
+    return copied | {name for name, kind in found.args if kind == "ptr" and re.search(rf"(?<![.\w]){name}\b", before)}
 
 
 def narrowest_access(program: Program, name: str) -> int:

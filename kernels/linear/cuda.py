@@ -1,186 +1,69 @@
-"""Projections of few rows on a GPU, with the bits of the library's own.
+"""Projections on a GPU, each number of rows by what is fastest: cuBLAS, or kernels of DeepInfer's own that give the same bits.
 
-What a library's kernel for few rows costs is mostly its start. This one fetches weights before it waits for the kernel ahead, so that its
-start hides behind that one's end. A block multiplies ``tile`` rows of the weight, whole, with ``tokens`` rows of the input: one
-tensor-core accumulation after another over K in steps of 16, never split. cuBLAS without workspace adds in the same order;
-``agreeing_rows`` compares the two before either is used in the other's place, so that which one runs may follow the number of rows.
+All of them add in one order, a tensor-core accumulation after another over K. ``agreeing_rows`` compares them before one is used in the
+place of another, so that which of them runs may follow the number of rows.
 """
 
-# Annotations of TileLang functions are values that it reads: no `from __future__ import annotations` here.
+from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from ..toolchain import Dialect, ModelShape, Program, shape_config
-from ..toolchain.device_code import FILE, let_next_start, prelude, wait_for_previous
+from ..toolchain import ModelShape, Program
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
+from .choice import LIMITS, choose
 from .library import library
 
-_KB = 1024
 
-
-@dataclass(frozen=True)
-class Choice:
-    """How one number of rows is run: ``tokens`` rows and ``tile`` outputs a block, ``ahead`` bytes of weights under way."""
-
-    tokens: int
-    tile: int
-    ahead: int
-
-
-def choose(in_features: int, out_features: int, rows: int) -> Choice | None:
-    """The fastest kernel found on an H200 for ``rows`` rows (docs/kernels.md); ``None``: the library is faster."""
-    if out_features % 64 or in_features % 16:
-        return None
-    if in_features >= 4096:  # weights are what is waited for; only their start can be hidden
-        if rows > 16 or in_features >= 8192:
-            return None
-        if out_features <= 4096:
-            return Choice(8, 16, 48 * _KB) if rows <= 8 else Choice(16, 16, 48 * _KB)
-        if out_features <= 8192:
-            return Choice(8, 64, 48 * _KB) if rows <= 8 else Choice(16, 16, 24 * _KB)
-        return Choice(8, 16, 24 * _KB) if rows <= 8 else None
-    if out_features >= 16384:
-        return Choice(8, 32, 36 * _KB) if rows <= 8 else Choice(16, 32, 36 * _KB) if rows <= 16 else None
-    if rows <= 8:
-        return Choice(8, 16, 48 * _KB)
-    if out_features >= 2048:
-        return Choice(16, 32, 36 * _KB) if rows <= 16 else Choice(32, 32, 36 * _KB) if rows <= 32 else None
-    if in_features >= 1024:
-        return Choice(16, 16, 48 * _KB) if rows <= 64 else Choice(16, 32, 48 * _KB) if rows <= 128 else None
-    return Choice(16, 32, 36 * _KB) if rows <= 64 else Choice(32, 32, 36 * _KB) if rows <= 256 else None
-
-
-def few_rows(d: Dialect, in_features: int, tokens: int, tile: int, chunk: int, stages: int, dtype: str) -> Any:
-    """``out = x @ weight.T``: ``x`` ``[rows, in]``, ``weight`` ``[out, in]``, ``out`` ``[rows, out]``; ``tile`` divides ``out``.
-
-    ``chunk`` divides ``in_features``; ``stages`` − 1 chunks are under way at a time.
-    """
-    T = d.T
-    rows, out_features = T.dynamic("rows"), T.dynamic("out_features")
-    chunks = in_features // chunk
-    early = stages - 1  # chunks fetched before the first is used; at most all
-
-    @T.prim_func
-    def few_rows(
-        x: T.Tensor((rows, in_features), dtype),
-        weight: T.Tensor((out_features, in_features), dtype),
-        out: T.Tensor((rows, out_features), dtype),
-    ):
-        with T.Kernel(out_features // tile, T.ceildiv(rows, tokens), threads=2 * tile, prelude=prelude(d)) as (block, row_block):
-            w_s = T.alloc_shared((stages, tile, chunk), dtype)
-            x_s = T.alloc_shared((stages, tokens, chunk), dtype)
-            total = T.alloc_fragment((tile, tokens), "float32")
-            let_next_start(d)
-            for n in T.serial(early):
-                T.async_copy(weight[block * tile : block * tile + tile, n * chunk : n * chunk + chunk], w_s[n, :, :])
-            wait_for_previous(d)
-            for n in T.serial(early):
-                T.async_copy(x[row_block * tokens : row_block * tokens + tokens, n * chunk : n * chunk + chunk], x_s[n, :, :])
-            T.clear(total)
-            # Copies are waited for by how many groups were begun behind them: x of the later early chunks, then two of each later chunk.
-            for n in T.serial(early):
-                T.ptx_wait_group(early - 1)
-                T.sync_threads()
-                if n + early < chunks:
-                    T.async_copy(
-                        weight[block * tile : block * tile + tile, (n + early) * chunk : (n + early) * chunk + chunk],
-                        w_s[(n + early) % stages, :, :],
-                    )
-                    T.async_copy(
-                        x[row_block * tokens : row_block * tokens + tokens, (n + early) * chunk : (n + early) * chunk + chunk],
-                        x_s[(n + early) % stages, :, :],
-                    )
-                else:
-                    T.ptx_commit_group()
-                    T.ptx_commit_group()
-                T.gemm(w_s[n % stages, :, :], x_s[n % stages, :, :], total, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            if chunks > early:
-                for m in T.serial(chunks - early):
-                    T.ptx_wait_group(2 * (early - 1))
-                    T.sync_threads()
-                    if m + 2 * early < chunks:
-                        T.async_copy(
-                            weight[block * tile : block * tile + tile, (m + 2 * early) * chunk : (m + 2 * early) * chunk + chunk],
-                            w_s[(m + 2 * early) % stages, :, :],
-                        )
-                        T.async_copy(
-                            x[row_block * tokens : row_block * tokens + tokens, (m + 2 * early) * chunk : (m + 2 * early) * chunk + chunk],
-                            x_s[(m + 2 * early) % stages, :, :],
-                        )
-                    else:
-                        T.ptx_commit_group()
-                        T.ptx_commit_group()
-                    T.gemm(
-                        w_s[(m + early) % stages, :, :],
-                        x_s[(m + early) % stages, :, :],
-                        total,
-                        transpose_B=True,
-                        policy=T.GemmWarpPolicy.FullRow,
-                    )
-            for i, j in T.Parallel(tile, tokens):
-                if row_block * tokens + j < rows:
-                    out[row_block * tokens + j, block * tile + i] = T.cast(total[i, j], dtype)
-
-    return few_rows
-
-
-def few_rows_program(in_features: int, choice: Choice, dtype: str) -> Program:
-    """The kernel of a choice."""
-    chunk = next(c for c in (128, 64, 32, 16) if in_features % c == 0 and (c < 128 or in_features // c >= 8))
-    stages = min(in_features // chunk, max(2, choice.ahead // (choice.tile * chunk * 2))) + 1
-    constants = shape_config(in_features=in_features, tokens=choice.tokens, tile=choice.tile, chunk=chunk, stages=stages, dtype=dtype)
-    return Program("linear", "few_rows", constants, (FILE,))
-
-
-_LIMITS = (8, 16, 32, 64, 128, 256)
-"""Rows between which the choice may change."""
-
-
-def few_rows_programs(in_features: int, out_features: int, dtype: str) -> list[Program]:
+def programs_of(in_features: int, out_features: int, dtype: str, gated: bool = False) -> list[Program]:
     """Every kernel that is chosen for some number of rows."""
-    chosen = [choose(in_features, out_features, rows) for rows in _LIMITS]
-    return [few_rows_program(in_features, choice, dtype) for choice in dict.fromkeys(chosen) if choice is not None]
+    chosen = [choose(in_features, out_features, rows, gated) for rows in LIMITS]
+    return list(dict.fromkeys(c.program(in_features, out_features, dtype, gated) for c in chosen if c is not None))
 
 
-class FewRows:
-    """The kernels for weights ``[out_features, in_features]``, for up to ``limit`` rows; 0 = for none.
+class ProductKernels:
+    """The kernels for weights ``[out_features, in_features]``, or ``gated``, with the activation, for ``[2 out_features, in_features]``.
+
+    Attributes:
+        limit: the most rows that one is chosen for; 0 = none at all.
 
     Raises ``KernelBuildError`` if one cannot be had.
     """
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device, gated: bool = False) -> None:
         name = run_dtype(dtype)
-        chosen = {rows: choose(in_features, out_features, rows) for rows in _LIMITS}
-        programs = few_rows_programs(in_features, out_features, name)
+        programs = programs_of(in_features, out_features, name, gated)
         kernels = dict(zip(programs, require(programs, device, after=True), strict=True)) if programs else {}
-        self._out_features = out_features
-        self._kernels = [
-            (rows, choice, kernels[few_rows_program(in_features, choice, name)]) for rows, choice in chosen.items() if choice is not None
-        ]
-        self.limit = max((rows for rows, _, _ in self._kernels), default=0)
+        chosen = [choose(in_features, out_features, rows, gated) for rows in LIMITS]
+        pairs = [None if c is None else (c, kernels[c.program(in_features, out_features, name, gated)]) for c in chosen]
+        self.limit = max((rows for rows, pair in zip(LIMITS, pairs, strict=True) if pair is not None), default=0)
+        self._of_rows = [next(p for most, p in zip(LIMITS, pairs, strict=True) if rows <= most) for rows in range(self.limit + 1)]
+
+    def covers(self, rows: int) -> bool:
+        """Whether one is chosen for so many rows, and not the library."""
+        return rows <= self.limit and self._of_rows[rows] is not None
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """``x`` ``[R, in]``, ``weight`` ``[out, in]``, ``out`` ``[R, out]``; all contiguous, ``R`` up to ``limit``."""
-        rows = out.shape[0]
-        _, choice, kernel = next(k for k in self._kernels if rows <= k[0])
-        kernel.launch((self._out_features // choice.tile, -(-rows // choice.tokens)), x, weight, out, rows, self._out_features)
+        """``x`` ``[R, in]``, ``weight`` as said, ``out`` ``[R, out]``; all contiguous, for an ``R`` that is covered."""
+        pair = self._of_rows[out.shape[0]]
+        assert pair is not None
+        choice, kernel = pair
+        choice.launch(kernel, x, weight, out)
 
 
 class Projection:
     """One weight ``[out, in]`` with optional bias, run by whichever form is fastest at a number of rows that has the same bits.
 
-    ``few``, for weights without bias, is used up to ``few_up_to`` rows; 0 = never.
+    ``few``, for weights without bias, is used for the rows it covers up to ``few_up_to``; 0 = never.
     """
 
     __slots__ = ("bias", "few", "few_up_to", "library", "weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, few: FewRows | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, few: ProductKernels | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.few = few if bias is None else None
         self.few_up_to = 0 if self.few is None else self.few.limit
@@ -188,9 +71,10 @@ class Projection:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` ``[R, in]`` → ``[R, out]``."""
-        if self.few is None or x.shape[0] > self.few_up_to:
+        rows = x.shape[0]
+        if self.few is None or rows > self.few_up_to or not self.few.covers(rows):
             return self.by_library(x)
-        out = x.new_empty((x.shape[0], self.weight.shape[0]))
+        out = x.new_empty((rows, self.weight.shape[0]))
         self.few(x, self.weight, out)
         return out
 
@@ -199,6 +83,59 @@ class Projection:
         if self.library is None:
             return F.linear(x, self.weight, self.bias)
         return self.library.linear(x, self.weight)
+
+
+class GatedProjection:
+    """The product of two weights, one above the other, and a gated activation: ``x`` ``[R, in]`` → ``[R, out]``.
+
+    Args:
+        product: of the weights ``[2 out, in]``, of which the first half gives the gate.
+        activation: writes what ``product`` gives, ``[R, 2 out]``, to ``[R, out]``.
+        few: kernels that do both at once, for a ``product`` without bias; used as those of ``Projection``.
+    """
+
+    __slots__ = ("activation", "few", "few_up_to", "product")
+
+    def __init__(
+        self, product: Product, activation: Callable[[torch.Tensor, torch.Tensor], None], few: ProductKernels | None = None
+    ) -> None:
+        self.product, self.activation = product, activation
+        self.few = few if product.bias is None else None
+        self.few_up_to = 0 if self.few is None else self.few.limit
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of both."""
+        return self.product.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """Of both."""
+        return self.product.bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` ``[R, in]`` → ``[R, out]``."""
+        rows = x.shape[0]
+        if self.few is None or rows > self.few_up_to or not self.few.covers(rows):
+            return self.by_library(x)
+        weight = self.weight
+        out = x.new_empty((rows, weight.shape[0] // 2))
+        self.few(x, weight, out)
+        return out
+
+    def by_library(self, x: torch.Tensor) -> torch.Tensor:
+        """The same one after the other, the product as it is run."""
+        both = self.product(x)
+        out = both.new_empty((both.shape[0], both.shape[1] // 2))
+        self.activation(both, out)
+        return out
+
+
+class Covering(Protocol):
+    """Kernels of a product."""
+
+    def covers(self, rows: int) -> bool:
+        """Whether one is chosen for so many rows, and not the library."""
 
 
 class Product(Protocol):
@@ -211,7 +148,7 @@ class Product(Protocol):
     @property
     def bias(self) -> torch.Tensor | None: ...
     @property
-    def few(self) -> object | None: ...
+    def few(self) -> Covering | None: ...
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
     def by_library(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -219,8 +156,9 @@ class Product(Protocol):
 def agreeing_rows(projections: Sequence[Product], candidates: Sequence[int]) -> list[int]:
     """Which numbers of rows give every row the bits it has among the most rows of all: for all ``projections``, ascending.
 
-    Compares every row of random inputs, bit by bit. A kernel for few rows that differs from the library is switched off (``few_up_to``)
-    before the library's own form is compared. The largest candidate is the definition and always agrees.
+    Compares every row of random inputs, bit by bit. Kernels that differ from the library are switched off (``few_up_to``) before the
+    library's own form is compared; a ``GatedProjection`` comes behind its ``product``. The largest candidate is the definition and
+    always agrees.
     """
     agreed = sorted(set(candidates))
     seen: dict[tuple[type, int, int, bool], tuple[list[int], int]] = {}
@@ -235,27 +173,31 @@ def agreeing_rows(projections: Sequence[Product], candidates: Sequence[int]) -> 
 
 
 def _agreeing(projection: Product, candidates: list[int]) -> tuple[list[int], int]:
-    """Agreeing candidates, and up to how many rows the kernel for few agrees."""
-    weight = projection.weight
+    """Agreeing candidates, and up to how many rows the kernels agree."""
+    weight, kernels = projection.weight, projection.few
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(candidates[-1], weight.shape[1], generator=generator).to(device=weight.device, dtype=weight.dtype)
     whole = projection.by_library(probe)
-    few_up_to = 0
-    if projection.few is not None:
+    own: list[int] = []
+    up_to = 0
+    if kernels is not None:
         for rows in [r for r in candidates if r <= projection.few_up_to]:
-            if not torch.equal(projection(probe[:rows].contiguous()), whole[:rows]):
-                break
-            few_up_to = rows
+            if kernels.covers(rows):
+                if not torch.equal(projection(probe[:rows].contiguous()), whole[:rows]):
+                    break
+                own.append(rows)
+            up_to = rows
     found = []
     for rows in candidates:
-        if rows <= few_up_to or torch.equal(projection.by_library(probe[:rows].contiguous()), whole[:rows]):
+        if rows in own or torch.equal(projection.by_library(probe[:rows].contiguous()), whole[:rows]):
             found.append(rows)
-    return found, few_up_to
+    return found, up_to
 
 
 def programs_for(shape: ModelShape) -> list[Program]:
     """What a model of ``shape`` launches."""
-    return [program for width, out in linears_of(shape) for program in few_rows_programs(width, out, shape.dtype)]
+    products = [program for width, out in linears_of(shape) for program in programs_of(width, out, shape.dtype)]
+    return products + (programs_of(shape.hidden, shape.intermediate, shape.dtype, gated=True) if shape.weights == "plain" else [])
 
 
 def linears_of(shape: ModelShape) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Projections of weights that stay in 8-bit floats, on a GPU, with the bits of the expanded weight.
 
 Few rows: ``few_rows_fp8`` reads the weight as it is stored, half the bytes, and makes each number ``dtype(float32(value) * scale)`` in
-registers, in the places where a tensor-core product wants it; then it multiplies as ``linear.cuda.few_rows`` does, one accumulation after
+registers, in the places where a tensor-core product wants it; then it multiplies as ``linear.few_rows`` does, one accumulation after
 another over K in steps of 16. More rows: ``expand_fp8`` writes the expanded weight to memory that all projections of a model share, and
 the library multiplies. ``linear.cuda.agreeing_rows`` compares the two before either is used.
 """
@@ -292,6 +292,10 @@ class FewRowsFp8:
             (rows, choice, made[few_rows_program(in_features, choice, name)]) for rows, choice in chosen.items() if choice is not None
         ]
         self.limit = max((rows for rows, _, _ in self._kernels), default=0)
+
+    def covers(self, rows: int) -> bool:
+        """Whether there is one for so many rows."""
+        return rows <= self.limit
 
     def __call__(self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
         """``x`` ``[R, in]``, ``weight`` of ``[out, in]``, ``out`` ``[R, out]``; all contiguous, ``R`` up to ``limit``."""

@@ -12,6 +12,7 @@ from typing import Any
 from deepinfer.errors import KernelBuildError
 
 _HEADERS = re.compile(r"^#include <(tl_templates/[\w/.]+)>$", re.MULTILINE)
+_HEADERS_HEAP = 512 << 20  # bytes of address space for the headers that NVRTC keeps: its own 256 MB are too few for warpgroup products
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _STATIC = re.compile(r"(\d+) bytes smem")
@@ -55,6 +56,7 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()  # the library itself is looked for at the first call
+        nvrtc.nvrtcSetPCHHeapSize(_HEADERS_HEAP)
     except (ImportError, RuntimeError):
         raise KernelBuildError("NVRTC is not installed; `pip install 'deepinfer[cuda]'`") from None
     return nvrtc

@@ -17,7 +17,7 @@ SM90A = "sm_90a"
 TILELANG = "0.1.15"
 """The only version that kernels are lowered with: another one may give other bits."""
 
-_FORMAT = 2  # of what is stored beside the machine code
+_FORMAT = 3  # of what is stored beside the machine code
 _KERNELS = Path(__file__).parent.parent
 _TOOLS = ("toolchain/dialect.py", "toolchain/lowering.py", "toolchain/nvrtc.py")
 

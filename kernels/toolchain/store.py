@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from deepinfer.errors import KernelBuildError
 
-from .lowering import lower
+from .lowering import TensorMap, lower
 from .nvrtc import Resources, compile_source, compiler
 from .program import SM90A, Program
 
@@ -52,6 +53,8 @@ class StoredKernel:
     shared: int
     resources: Resources
     code: bytes
+    maps: tuple[TensorMap, ...] = ()
+    cluster: int = 1
 
     @property
     def shared_bytes(self) -> int:
@@ -78,10 +81,11 @@ class StoredKernel:
             raise ValueError("damaged")
         try:
             head["args"] = tuple((str(n), str(k)) for n, k in head["args"])
+            head["maps"] = tuple(_tensor_map(one) for one in head["maps"])
             head["places"] = tuple(int(i) for i in head["places"])
             head["resources"] = Resources(**head["resources"])
             return cls(code=code, **head)
-        except (KeyError, TypeError) as e:
+        except (AttributeError, KeyError, TypeError) as e:
             raise ValueError(f"damaged: {e}") from e
 
 
@@ -218,6 +222,11 @@ class KernelStore:
             raise
 
 
+def _tensor_map(said: dict[str, Any]) -> TensorMap:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items()}
+    return TensorMap(**values)
+
+
 def compile_program(program: Program, arch: str) -> StoredKernel:
     """Lowers and compiles ``program``; needs no GPU. Raises ``KernelBuildError``, also for a kernel that spills registers."""
     lowered = lower(program, arch)
@@ -228,7 +237,7 @@ def compile_program(program: Program, arch: str) -> StoredKernel:
     if shared > MOST_SHARED:
         raise KernelBuildError(f"{program.name} wants {shared} bytes of shared memory, a block may have {MOST_SHARED}")
     launch = (lowered.entry, lowered.args, lowered.places, lowered.threads, lowered.shared)
-    return StoredKernel(program.name, arch, program.digest(arch), compiler(), *launch, used, code)
+    return StoredKernel(program.name, arch, program.digest(arch), compiler(), *launch, used, code, lowered.maps, lowered.cluster)
 
 
 def distrust(status: os.stat_result) -> str | None:

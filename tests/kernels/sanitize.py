@@ -87,13 +87,17 @@ def embedding(i: Inputs) -> None:
 
 
 def linear(i: Inputs) -> None:
-    from deepinfer.kernels.linear.cuda import _LIMITS, FewRows, linears_of
+    from deepinfer.kernels.linear.choice import LIMITS
+    from deepinfer.kernels.linear.cuda import ProductKernels, linears_of
 
-    for width, out_width in linears_of(i.shape):
-        operator = FewRows(width, out_width, i.dtype, i.device)
-        weight = i.normal(out_width, width)
-        for rows in [limit - 1 for limit in _LIMITS if limit <= operator.limit]:
-            operator(i.normal(rows, width), weight, i.empty(rows, out_width))
+    sizes = [(width, out_width, False) for width, out_width in linears_of(i.shape)]
+    if i.shape.weights == "plain":
+        sizes.append((i.shape.hidden, i.shape.intermediate, True))
+    for width, out_width, gated in sizes:
+        kernels = ProductKernels(width, out_width, i.dtype, i.device, gated)
+        weight = i.normal(out_width * (2 if gated else 1), width)
+        for rows in filter(kernels.covers, (limit - 1 for limit in LIMITS)):
+            kernels(i.normal(rows, width), weight, i.empty(rows, out_width))
 
 
 def linear_fp8(i: Inputs) -> None:

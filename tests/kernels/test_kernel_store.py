@@ -311,7 +311,8 @@ class FakeDriver:
         c = config._obj
         values = [kind.from_address(pointer).value for kind, pointer in zip(kinds, pointers, strict=True)]
         grid, block = (c.grid_x, c.grid_y, c.grid_z), (c.block_x, c.block_y, c.block_z)
-        self.launched.append((values, grid, block, c.shared, c.stream, c.count, c.attributes[0].id))
+        said = [(c.attributes[i].id, list(c.attributes[i].value)[:3]) for i in range(c.count)]
+        self.launched.append((values, grid, block, c.shared, c.stream, said))
         return 0
 
 
@@ -334,10 +335,19 @@ def test_a_launch_hands_over_what_the_kernel_wants(after: bool, fake: FakeDriver
     x, y = torch.zeros(3), torch.ones(3)
     kernel.launch((5, 2), x, y, 0.5, 12)
     kernel.launch((7,), y, x, 1.5, 13)
-    first = ([y.data_ptr(), 12, x.data_ptr(), 0.5], (5, 2, 1), (96, 1, 1), 64 << 10, 77, int(after), 6)
+    first = ([y.data_ptr(), 12, x.data_ptr(), 0.5], (5, 2, 1), (96, 1, 1), 64 << 10, 77, [(6, [1, 0, 0])] if after else [])
     assert fake.launched == [first, ([x.data_ptr(), 13, y.data_ptr(), 1.5], (7, 1, 1), *first[2:])]
     with pytest.raises(ValueError, match="zip"):
         kernel.launch((1,), x, y, 0.5)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_launch_of_clusters_says_how_many_blocks_they_have(after: bool, fake: FakeDriver, own_store: KernelStore) -> None:
+    put(own_store.folder, NORM, made(NORM, cluster=4))
+    (kernel,) = loading.load([NORM], CPU, after) or [None]
+    assert kernel is not None
+    kernel.launch((8,), torch.zeros(3), torch.ones(3), 0.5, 12)
+    assert fake.launched[0][-1] == ([(6, [1, 0, 0])] if after else []) + [(4, [4, 1, 1])]
 
 
 def test_an_operator_whose_kernels_come_back_is_shown_no_more(fake: FakeDriver, own_store: KernelStore) -> None:

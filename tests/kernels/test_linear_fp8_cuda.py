@@ -296,6 +296,9 @@ class Few:
     def __init__(self, from_rows: int = 1 << 30) -> None:
         self.from_rows, self.rows = from_rows, list[int]()
 
+    def covers(self, rows: int) -> bool:
+        return rows <= self.limit
+
     def __call__(self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
         self.rows.append(len(x))
         out.copy_(exact_linear(x, weight.expanded(x.dtype)))

@@ -32,8 +32,14 @@ def test_every_operator_for_gpus_is_listed() -> None:
         assert callable(getattr(module, "programs_for", None)), f"kernels/{op}/cuda.py: say in programs_for(shape) what models need"
         assert all(registry.refusals(shape) == {} for shape in NAMED.values())
         factories = {p.factory for shape in NAMED.values() for p in registry.programs(shape, op)}
-        made = [name for name, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__ and _is_factory(f)]
-        assert factories == set(made), f"kernels/{op}/cuda.py: no named shape wants {set(made) - factories}"
+        made = {name for path in folder.glob(f"{op}/*.py") if path.stem not in ("__init__", "asc") for name in _factories(op, path.stem)}
+        assert factories == made, f"kernels/{op}: no named shape wants {made - factories}"
+
+
+def _factories(op: str, form: str) -> list[str]:
+    """Names of those that a file of an operator holds."""
+    module = importlib.import_module(f"deepinfer.kernels.{op}.{form}")
+    return [name for name, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__ and _is_factory(f)]
 
 
 def _is_factory(function: object) -> bool:

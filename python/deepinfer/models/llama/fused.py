@@ -1,6 +1,6 @@
 """A Llama-family model on a GPU by fused kernels.
 
-Per layer: norm · projection · rotation and cache write · attention · projection · sum and norm · projection · gated activation ·
+Per layer: norm · projection · rotation and cache write · attention · projection · sum and norm · projection and gated activation ·
 projection · sum and norm. The residual stream is float32, everything else the run dtype. A row's bits do not depend on the number of rows,
 which are padded only to counts that were compared when the model was loaded; without batch invariance nothing is compared, and nothing
 padded. Decode steps allocate nothing that outlives them and read no
@@ -20,7 +20,7 @@ from ...errors import KernelBuildError
 from ...kernels import registry
 from ...kernels.argmax.cuda import Argmax
 from ...kernels.embedding.cuda import Embedding
-from ...kernels.linear.cuda import agreeing_rows, linears_of
+from ...kernels.linear.cuda import Product, agreeing_rows, linears_of
 from ...kernels.linear_fp8.cuda import PackedProjection, differing
 from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs, unit_tokens
 from ...kernels.paged_attention.units import Units, one_row_units, step_units
@@ -33,7 +33,7 @@ from ...kernels.toolchain.loading import prepare
 from ...kernels.toolchain.shapes import run_dtype
 from ..base import DecodeRows, ForwardBatch, PromptRows, row_buckets
 from .containers import LlamaParameters
-from .projections import AnyProjection, Projections
+from .projections import Projections
 from .topology import LlamaTopology
 
 _LARGEST_STEP = 8192
@@ -74,21 +74,22 @@ def _prompt_counts() -> list[int]:
 class _Layer:
     """One layer's weights, ready to run."""
 
-    __slots__ = ("down", "gate_up", "input_norm", "out", "post_norm", "qk_norm", "qkv", "window")
+    __slots__ = ("down", "gated", "input_norm", "out", "post_norm", "qk_norm", "qkv", "window")
 
-    def __init__(self, p: LlamaParameters, index: int, t: LlamaTopology, project: Projections) -> None:
+    def __init__(self, p: LlamaParameters, index: int, t: LlamaTopology, project: Projections, swiglu: SwiGlu) -> None:
         layer = p.layers[index]
         self.input_norm, self.post_norm, self.qk_norm = layer.input_norm, layer.post_norm, layer.qk_norm
         self.qkv = project(layer.qkv, layer.qkv_bias)
         self.out = project(layer.out, layer.out_bias)
-        self.gate_up = project(layer.gate_up, layer.gate_up_bias)
+        self.gated = project.gated(layer.gate_up, layer.gate_up_bias, swiglu)
         self.down = project(layer.down, layer.down_bias)
         self.window = t.windows[index]
 
     @property
-    def projections(self) -> tuple[AnyProjection, ...]:
-        """All of them, in order."""
-        return self.qkv, self.out, self.gate_up, self.down
+    def projections(self) -> tuple[Product, ...]:
+        """All of them, in order; a gated one, where kernels do both at once, behind its product."""
+        at_once = () if self.gated.few is None else (self.gated,)
+        return self.qkv, self.out, self.gated.product, *at_once, self.down
 
 
 class FusedForward:
@@ -119,6 +120,7 @@ class FusedForward:
         shape = kernel_shape(t, run_dtype(dtype), weights="fp8" if parameters.packed else "plain")
         prepare([program for op in _OPERATORS for program in registry.programs(shape, op)], device)
         project = Projections(dtype, device)
+        self._swiglu = SwiGlu(t.intermediate, dtype, device)
         self._layers, self._rows = self._agreeing_layers(parameters, project, batch_invariant)
         self._embed_weight, self._norm_weight = parameters.embed, parameters.norm
         self._head = project(parameters.head)
@@ -126,7 +128,6 @@ class FusedForward:
         self._norm = RmsNorm(t.hidden, t.eps, dtype, device)
         self._add_norm = AddRmsNorm(t.hidden, t.eps, dtype, device)
         self._rope_kv = RopeKv(t.heads, t.kv_heads, t.head_dim, dtype, device, t.qk_norm, t.eps)
-        self._swiglu = SwiGlu(t.intermediate, dtype, device)
         self._argmax: Argmax | None = None
         self._rope = rope
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -147,7 +148,7 @@ class FusedForward:
         """All layers, and the row counts whose bits agree in all of them; ``None`` = any number is run as it is."""
         t = self.topology
         try:
-            layers = [_Layer(parameters, index, t, project) for index in range(t.layers)]
+            layers = [_Layer(parameters, index, t, project, self._swiglu) for index in range(t.layers)]
         except KernelBuildError:  # said once in a warning by whoever missed the kernel
             if not parameters.packed:
                 raise
@@ -252,7 +253,6 @@ class FusedForward:
         normed = torch.empty((rows, t.hidden), dtype=self.dtype, device=self.device)
         q = torch.empty((rows, t.heads, t.head_dim), dtype=self.dtype, device=self.device)
         attended = torch.empty_like(q)
-        gated = torch.empty((rows, t.intermediate), dtype=self.dtype, device=self.device)
         self._norm(x, self._layers[0].input_norm, normed)
         for index, (layer, (k_name, v_name)) in enumerate(zip(self._layers, names, strict=True)):
             k_cache, v_cache = kv[k_name], kv[v_name]
@@ -261,13 +261,12 @@ class FusedForward:
             self._attention[layer.window](q, k_cache, v_cache, units, attended)
             added = self._product(layer.out, attended.view(rows, t.q_size))
             self._add_norm(x, added, layer.post_norm, normed)
-            self._swiglu(self._product(layer.gate_up, normed), gated)
-            added = self._product(layer.down, gated)
+            added = self._product(layer.down, self._product(layer.gated, normed))
             following = self._layers[index + 1].input_norm if index + 1 < t.layers else self._norm_weight
             self._add_norm(x, added, following, normed)
         return normed
 
-    def _product(self, projection: AnyProjection, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, projection: Product, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= _LARGEST_STEP:
             return projection(x)
         return torch.cat([projection(piece) for piece in x.split(_LARGEST_STEP)])

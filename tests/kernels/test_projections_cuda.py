@@ -1,4 +1,4 @@
-"""Projections of few rows on a GPU: the library's bits at every number of rows, and the comparison that says where a form may be used."""
+"""Projections on a GPU: the library's bits at every number of rows, and the comparison that says where a form may be used."""
 
 from __future__ import annotations
 
@@ -14,17 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from deepinfer.kernels.linear import cuda as op
-from deepinfer.kernels.linear.cuda import (
-    Choice,
-    FewRows,
-    Projection,
-    agreeing_rows,
-    choose,
-    few_rows_program,
-    few_rows_programs,
-    linears_of,
-    programs_for,
-)
+from deepinfer.kernels.linear.choice import choose
+from deepinfer.kernels.linear.cuda import GatedProjection, ProductKernels, Projection, agreeing_rows, linears_of, programs_for, programs_of
+from deepinfer.kernels.linear.few_rows import Few
 from deepinfer.kernels.linear.library import Library
 from deepinfer.kernels.toolchain import Program, default_store
 from deepinfer.kernels.toolchain.shapes import NAMED, SMOLLM2_135M
@@ -37,7 +29,7 @@ WHOLE = 4096
 
 WEIGHTS = sorted({pair for shape in NAMED.values() for pair in linears_of(shape)})
 RUN = [pair for pair in WEIGHTS if choose(*pair, 1) is not None]
-"""(in, out) of every named model's projections that have a kernel for few rows."""
+"""(in, out) of every named model's projections that have kernels."""
 
 OTHERS = [(64, 64), (80, 192), (256, 1024), (896, 1152), (1536, 4864), (3584, 3584), (5120, 5120)]
 """Sizes of no named model: a few channels, an odd chunk, other models' widths."""
@@ -57,8 +49,8 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, devi
 def built() -> None:
     """All kernels of this file, built side by side; the library held to the order of additions that engines hold it to."""
     get_platform("cuda").prepare(None)
-    programs = [p for pair in [*RUN, *OTHERS] for p in few_rows_programs(*pair, "bfloat16")]
-    default_store().get_all([*programs, *[p for pair in RUN[:3] for p in few_rows_programs(*pair, "float16")]])
+    programs = [p for pair in [*RUN, *OTHERS] for p in programs_of(*pair, "bfloat16")]
+    default_store().get_all([*programs, *[p for pair in RUN[:3] for p in programs_of(*pair, "float16")]])
 
 
 # Bits
@@ -71,18 +63,17 @@ def test_every_number_of_rows_has_the_bits_of_the_library(in_features: int, out_
     weight = random(out_features, in_features, seed=1) * 0.05
     x = random(WHOLE, in_features)
     whole = F.linear(x, weight)
-    few, projection = FewRows(in_features, out_features, torch.bfloat16, x.device), Projection(weight)
-    assert few.limit == limit_of(in_features, out_features) > 0
+    kernels, projection = ProductKernels(in_features, out_features, torch.bfloat16, x.device), Projection(weight)
+    assert kernels.limit == limit_of(in_features, out_features) > 0
     assert torch.equal(projection.by_library(x), whole)
     wrong: dict[str, list[int]] = {"kernel": [], "kernel, other rows": [], "library": []}
-    for rows in range(1, few.limit + 1):
-        out = torch.full((rows, out_features), torch.nan, dtype=x.dtype, device=x.device)
-        few(x[:rows], weight, out)
-        if not torch.equal(out, whole[:rows]):
-            wrong["kernel"].append(rows)
-        few(x[WHOLE - rows :], weight, out)
-        if not torch.equal(out, whole[WHOLE - rows :]):
-            wrong["kernel, other rows"].append(rows)
+    for rows in range(1, kernels.limit + 1):
+        for form, first in (("kernel", 0), ("kernel, other rows", WHOLE - rows)):
+            out = torch.full((rows, out_features), torch.nan, dtype=x.dtype, device=x.device)
+            if kernels.covers(rows):
+                kernels(x[first : first + rows], weight, out)
+                if not torch.equal(out, whole[first : first + rows]):
+                    wrong[form].append(rows)
         if not torch.equal(projection.by_library(x[:rows]), whole[:rows]):
             wrong["library"].append(rows)
     assert wrong == {"kernel": [], "kernel, other rows": [], "library": []}
@@ -93,10 +84,10 @@ def test_every_number_of_rows_has_the_bits_of_the_library(in_features: int, out_
 def test_float16_has_the_bits_of_the_library(in_features: int, out_features: int, built: None) -> None:
     weight, x = random(out_features, in_features, dtype=torch.float16, seed=1) * 0.05, random(WHOLE, in_features, dtype=torch.float16)
     whole = F.linear(x, weight)
-    few = FewRows(in_features, out_features, torch.float16, x.device)
-    for rows in range(1, few.limit + 1):
+    kernels = ProductKernels(in_features, out_features, torch.float16, x.device)
+    for rows in filter(kernels.covers, range(1, kernels.limit + 1)):
         out = torch.full((rows, out_features), torch.nan, dtype=x.dtype, device=x.device)
-        few(x[:rows], weight, out)
+        kernels(x[:rows], weight, out)
         assert torch.equal(out, whole[:rows]), rows
 
 
@@ -129,7 +120,7 @@ def test_values(in_features: int, out_features: int, built: None) -> None:
     """Against float64: one rounding of the answer, and float32 sums over all channels."""
     weight, x = random(out_features, in_features, seed=1) * 0.05, random(8, in_features)
     out = torch.empty(8, out_features, dtype=x.dtype, device=x.device)
-    FewRows(in_features, out_features, torch.bfloat16, x.device)(x, weight, out)
+    ProductKernels(in_features, out_features, torch.bfloat16, x.device)(x, weight, out)
     for at in range(0, out_features, 16384):
         part = weight[at : at + 16384].double()
         want = x.double() @ part.T
@@ -142,7 +133,7 @@ def test_values(in_features: int, out_features: int, built: None) -> None:
 def test_rows_do_not_depend_on_the_batch(in_features: int, out_features: int, built: None) -> None:
     """Which rows, how many, at which place; and what lies behind them in memory."""
     weight, x = random(out_features, in_features, seed=1), random(256, in_features)
-    projection = Projection(weight, None, FewRows(in_features, out_features, torch.bfloat16, x.device))
+    projection = Projection(weight, None, ProductKernels(in_features, out_features, torch.bfloat16, x.device))
     assert depends_on_batch(projection, x) == []
     for rows in (1, 5, 8, 9, 17, 33):
         want = projection(x[:rows].contiguous())
@@ -161,7 +152,7 @@ def test_overlapping_and_captured_launches_give_the_bits_of_separate_ones(built:
     """A chain of products, there and back, in which each reads what the one before wrote."""
     wide, narrow = (576, 1536), (1536, 576)
     there, back = random(wide[1], wide[0], seed=1) * 0.04, random(narrow[1], narrow[0], seed=2) * 0.03
-    first, second = FewRows(*wide, torch.bfloat16, there.device), FewRows(*narrow, torch.bfloat16, there.device)
+    first, second = ProductKernels(*wide, torch.bfloat16, there.device), ProductKernels(*narrow, torch.bfloat16, there.device)
     for rows in (1, 8, 24):
         x, start = torch.empty(rows, 576, dtype=torch.bfloat16, device="cuda"), random(rows, 576)
         y = torch.empty(rows, 1536, dtype=torch.bfloat16, device="cuda")
@@ -196,10 +187,10 @@ def test_the_comparison_finds_nothing_to_switch_off(shape: str, built: None) -> 
     """Of a layer of each named model: every number of rows agrees, and every kernel is used as far as it is chosen."""
     counts = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, WHOLE]
     for in_features, out_features in linears_of(NAMED[shape])[:4]:
-        few = FewRows(in_features, out_features, torch.bfloat16, torch.device("cuda"))
-        projection = Projection(random(out_features, in_features, seed=1) * 0.05, None, few)
+        kernels = ProductKernels(in_features, out_features, torch.bfloat16, torch.device("cuda"))
+        projection = Projection(random(out_features, in_features, seed=1) * 0.05, None, kernels)
         assert agreeing_rows([projection], counts) == counts
-        assert projection.few_up_to == few.limit
+        assert projection.few_up_to == kernels.limit
 
 
 PLANT_PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -212,13 +203,16 @@ def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 class Product:
-    """In a kernel's place: ``x @ weight.T``, one bit off from ``from_rows`` rows on."""
+    """In the kernels' place: ``x @ weight.T``, one bit off from ``from_rows`` rows on, and none for ``without``."""
 
     limit = 32
 
-    def __init__(self, from_rows: int = 1 << 30) -> None:
-        self.from_rows = from_rows
+    def __init__(self, from_rows: int = 1 << 30, without: tuple[int, ...] = ()) -> None:
+        self.from_rows, self.without = from_rows, without
         self.rows: list[int] = []
+
+    def covers(self, rows: int) -> bool:
+        return rows <= self.limit and rows not in self.without
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         self.rows.append(len(x))
@@ -279,6 +273,41 @@ def test_a_kernel_that_differs_is_switched_off(place: str, wrong_from: int, up_t
 def test_the_most_rows_are_what_the_others_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: exact_linear(x, weight) * (1.5 if len(x) == 64 else 1))
     assert agreeing_rows([projection_of("cpu")], [*COUNTS, 8, 64]) == [64]
+
+
+def test_rows_without_a_kernel_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gap among the rows that kernels are chosen for."""
+    monkeypatch.setattr(F, "linear", exact_linear)
+    product = Product(without=(8, 16))
+    projection = projection_of("cpu", product)
+    assert agreeing_rows([projection], COUNTS) == COUNTS and projection.few_up_to == 32
+    assert product.rows == [1, 2, 4, 24, 32]
+
+
+class Gated(Product):
+    """The activation behind it too, here a product of the halves."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        both = torch.empty(len(x), len(weight), dtype=x.dtype)
+        super().__call__(x, weight, both)
+        times(both, out)
+
+
+def times(both: torch.Tensor, out: torch.Tensor) -> None:
+    gate, up = both.float().chunk(2, dim=1)
+    out.copy_(gate * up)
+
+
+@pytest.mark.parametrize(("wrong_from", "up_to"), [(1, 0), (9, 8), (33, 32)])
+def test_an_activation_done_at_once_is_held_against_one_done_apart(wrong_from: int, up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "linear", exact_linear)
+    at_once, product = Gated(wrong_from), projection_of("cpu", Product())
+    gated = GatedProjection(product, times, at_once)  # type: ignore[arg-type]
+    assert agreeing_rows([product, gated], COUNTS) == COUNTS
+    assert gated.few_up_to == up_to and product.few_up_to == 32
+    at_once.rows.clear()
+    x = random(9, 40, device="cpu")
+    assert gated(x).shape == (9, 12) and at_once.rows == ([9] if up_to >= 9 else [])
 
 
 def test_a_bias_is_the_librarys() -> None:
@@ -377,7 +406,7 @@ def test_every_stream_of_a_handle_has_a_workspace_of_its_own_where_one_is_wanted
 
 @pytest.mark.parametrize(("in_features", "out_features"), [*WEIGHTS, *OTHERS], ids=str)
 def test_what_is_chosen_can_be_made_and_launched(in_features: int, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every number of rows: the kernel that `FewRows` launches is that of the choice, and its grid covers the answer once."""
+    """For every number of rows: the kernel that is launched is that of the choice, and its grid covers the answer once."""
     launched: list[tuple[Program, tuple[int, ...]]] = []
 
     class Noted:
@@ -388,33 +417,38 @@ def test_what_is_chosen_can_be_made_and_launched(in_features: int, out_features:
             launched.append((self.program, grid))
 
     monkeypatch.setattr(op, "require", lambda programs, device, after: [Noted(p) for p in programs])
-    few = FewRows(in_features, out_features, torch.bfloat16, torch.device("cpu"))
-    assert few.limit == limit_of(in_features, out_features)
-    for rows in range(1, few.limit + 1):
+    kernels = ProductKernels(in_features, out_features, torch.bfloat16, torch.device("cpu"))
+    assert kernels.limit == limit_of(in_features, out_features)
+    for rows in range(1, kernels.limit + 1):
         choice = choose(in_features, out_features, rows)
-        assert choice is not None, "a choice for some rows is one for fewer"
-        few(torch.empty(rows, 0), torch.empty(0), torch.empty(rows, out_features, device="meta"))
-        (program, grid), constants = launched.pop(), dict(few_rows_program(in_features, choice, "bfloat16").constants)
-        assert program == few_rows_program(in_features, choice, "bfloat16")
-        assert grid[0] * choice.tile == out_features and (grid[1] - 1) * choice.tokens < rows <= grid[1] * choice.tokens
-        assert in_features % constants["chunk"] == 0 and constants["stages"] - 1 <= in_features // constants["chunk"]
+        assert kernels.covers(rows) == (choice is not None)
+        if choice is None:
+            continue
+        kernels(torch.empty(rows, 0), torch.empty(0), torch.empty(rows, out_features, device="meta"))
+        (program, grid), constants = launched.pop(), dict(choice.program(in_features, out_features, "bfloat16").constants)
+        assert program == choice.program(in_features, out_features, "bfloat16")
+        if isinstance(choice, Few):
+            assert grid[0] * choice.tile == out_features and (grid[1] - 1) * choice.tokens < rows <= grid[1] * choice.tokens
+            assert in_features % constants["chunk"] == 0 and constants["stages"] - 1 <= in_features // constants["chunk"]
+    assert not kernels.covers(kernels.limit + 1)
 
 
 def test_sizes_without_a_kernel_are_the_librarys() -> None:
-    for pair in ((576, 65), (577, 64), (14336, 4096), (8192, 2048)):
-        assert few_rows_programs(*pair, "bfloat16") == [] and choose(*pair, 1) is None
-    few = FewRows(577, 64, torch.bfloat16, torch.device("cpu"))
-    assert few.limit == 0
-    projection = Projection(torch.ones(64, 577), None, few)
+    for pair in ((576, 65), (577, 64), (8192, 2048)):
+        assert programs_of(*pair, "bfloat16") == [] and choose(*pair, 1) is None
+    assert programs_of(577, 64, "bfloat16", gated=True) == [] and choose(577, 64, 64, gated=True) is None
+    kernels = ProductKernels(577, 64, torch.bfloat16, torch.device("cpu"))
+    assert kernels.limit == 0
+    projection = Projection(torch.ones(64, 577), None, kernels)
     assert projection.few_up_to == 0 and projection(torch.ones(2, 577)).eq(577).all()
 
 
 # Machine code
 
 
-@pytest.mark.parametrize(("in_features", "choice"), [(576, Choice(8, 16, 48 * 1024)), (1536, Choice(32, 32, 36 * 1024))], ids=str)
-def test_machine_code(in_features: int, choice: Choice, tmp_path: Path) -> None:
-    program = few_rows_program(in_features, choice, "bfloat16")
+@pytest.mark.parametrize(("in_features", "choice"), [(576, Few(8, 16, 48 * 1024)), (1536, Few(32, 32, 36 * 1024))], ids=str)
+def test_machine_code(in_features: int, choice: Few, tmp_path: Path) -> None:
+    program = choice.program(in_features, 64, "bfloat16")
     check_machine_code(program, tmp_path)
     assert read_before_waiting(program) == {"weight"}
 
@@ -422,8 +456,8 @@ def test_machine_code(in_features: int, choice: Choice, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_machine_code_of_all(tmp_path: Path) -> None:
     programs = {p for shape in NAMED.values() for p in programs_for(shape)}
-    programs |= {p for pair in OTHERS for p in few_rows_programs(*pair, "bfloat16")}
-    assert len(programs) > len(few_rows_programs(SMOLLM2_135M.hidden, 960, "bfloat16"))
+    programs |= {p for pair in OTHERS for p in programs_of(*pair, "bfloat16")}
+    assert len(programs) > len(programs_of(SMOLLM2_135M.hidden, 960, "bfloat16"))
     for program in sorted(programs, key=lambda p: p.name):
         check_machine_code(program, tmp_path)
         assert read_before_waiting(program) == {"weight"}
