@@ -13,6 +13,7 @@ if [ ! -f "$wheel" ]; then
     echo "install.sh: no wheel ${wheel:+at $wheel}; make one with 'make wheel' and give its path: packaging/install.sh dist/deepinfer-*.whl" >&2
     exit 2
 fi
+echo "install.sh: installing into $folder; nothing more is said for some minutes, most of them for torch (several GB, or TORCH_INDEX)" >&2
 [ -x "$folder/bin/python" ] || "${PYTHON:-python3}" -m venv "$folder"
 pip() { "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 if [ -n "${TORCH_INDEX:-}" ]; then

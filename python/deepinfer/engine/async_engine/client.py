@@ -121,7 +121,7 @@ class AsyncLLM(AsyncFront):
 
     async def _connect(self) -> wire.Ready:
         ready = await self._line.connect()
-        self._line.listen(self._hear, lambda error: self._die(EngineDeadError(f"{error}; create another AsyncLLM")))
+        self._line.listen(self._hear, lambda error: self._die(EngineDeadError(f"{error}; start another one")))
         return ready
 
     def _submit(self, request: EngineRequest) -> None:
