@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepinfer.cli import console
+from deepinfer.kvcache.store_address import expanded
 
 if TYPE_CHECKING:
     from deepinfer import _core
@@ -48,9 +49,11 @@ def operator(args: argparse.Namespace, role: Role, tenant: str = "") -> _core.Kv
     """The end that asks, with the token of one role."""
     from deepinfer import _core
 
+    if args.tls_name is not None and args.tls_ca is None:
+        raise console.UserError("--tls-name is for a server that is known by --tls-ca: give both, or neither")
     token = _token(args.token_file, role)
     return _core.KvOperator(
-        args.address or DEFAULT_ADDRESS,
+        expanded(args.address or DEFAULT_ADDRESS),
         role=role,
         token=token,
         tenant=tenant,

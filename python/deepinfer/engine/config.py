@@ -16,6 +16,7 @@ import torch
 from deepinfer.engine import environ
 from deepinfer.engine.data_parallel.place import RankPlace
 from deepinfer.errors import ConfigError, UnsupportedFormatError
+from deepinfer.kvcache import store_address
 from deepinfer.models.base import CacheForm, TablePlace, Truncation, WeightForm
 from deepinfer.platforms import Platform, get_platform
 from deepinfer.speculative import OFF, SpeculativeSettings
@@ -26,7 +27,6 @@ HitPolicy = Literal["exact", "replay"]
 GraphUse = bool | Literal["auto", "on", "off"]
 Prefetch = Literal["best_effort", "wait", "timeout"]
 StoreWrite = Literal["on_finish", "write_through"]
-STORE_ADDRESSES = ("dir:PATH", "tcp://HOST:PORT[,HOST:PORT...]", "unix:PATH", "agent:PATH")
 MOST_RANKS = 1024
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 QUANTIZATIONS = ("fp8", "gguf")
@@ -308,9 +308,9 @@ class EngineConfig:
     def _check_store(self) -> None:
         where = self.kv_store
         if where is not None:
-            kind, _, rest = where.partition(":") if isinstance(where, str) else ("", "", "")
-            if not rest or (kind == "tcp") != rest.startswith("//") or kind not in ("dir", "tcp", "unix", "agent"):
-                raise ConfigError(f"kv_store must be one of {', '.join(STORE_ADDRESSES)}, got {where!r}")
+            kind = where.partition(":")[0] if isinstance(where, str) else ""
+            if not store_address.is_address(where):
+                raise ConfigError(f"kv_store must be one of {', '.join(store_address.FORMS)}, got {where!r}")
             if not self.enable_prefix_caching:
                 raise ConfigError("kv_store keeps what prefix caching finds: set enable_prefix_caching=True or leave kv_store out")
             if self.engine_type == "completion":

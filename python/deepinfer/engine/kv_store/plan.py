@@ -19,6 +19,7 @@ from deepinfer.errors import ConfigError
 from deepinfer.kvcache.block_tier import BlockTier
 from deepinfer.kvcache.layout import KvLayout
 from deepinfer.kvcache.objects import GRAIN, ObjectForm
+from deepinfer.kvcache.store_address import expanded
 from deepinfer.models.base import StateGroup
 
 PATIENCE = 60.0
@@ -94,7 +95,7 @@ def open_tier(config: EngineConfig, layout: KvLayout, numerics: str) -> BlockTie
     assert config.kv_store is not None
     sizes = {} if config.kv_store_gib is None else {"capacity": int(config.kv_store_gib * 2**30)}
     tier: BlockTier = _core.KvTier(
-        config.kv_store,
+        expanded(config.kv_store),
         tenant=config.kv_store_tenant,
         fingerprint=_fingerprint(layout, numerics),
         block_tokens=layout.block_tokens,
