@@ -34,9 +34,11 @@ pub mod record;
 pub mod root;
 pub mod server;
 pub mod settings;
+pub mod sizes;
 pub mod store;
 pub mod tier;
 pub mod tls;
+pub mod trouble;
 pub mod upstream;
 pub mod wire;
 

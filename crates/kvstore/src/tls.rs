@@ -82,14 +82,23 @@ pub struct Connector {
     name: ServerName<'static>,
 }
 
+/// The authorities of a PEM file.
+///
+/// # Errors
+/// [`Error::Io`], [`Error::Invalid`] for a file that holds none.
+pub fn authorities(path: &Path) -> Result<RootCertStore, Error> {
+    let mut roots = RootCertStore::empty();
+    for authority in certificates(path)? {
+        roots.add(authority).map_err(wrong("an authority's certificate"))?;
+    }
+    Ok(roots)
+}
+
 impl Connector {
     /// # Errors
     /// As [`Acceptor::new`]; also for a name that is none.
     pub fn new(tls: &ClientTls) -> Result<Self, Error> {
-        let mut roots = RootCertStore::empty();
-        for authority in certificates(&tls.authorities)? {
-            roots.add(authority).map_err(wrong("an authority's certificate"))?;
-        }
+        let roots = authorities(&tls.authorities)?;
         let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .with_safe_default_protocol_versions()
             .map_err(wrong("TLS"))?

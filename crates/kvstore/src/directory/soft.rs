@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use redis::cluster::{ClusterClient, ClusterConnection, cluster_pipe};
 use redis::{
-    Client, Cmd, Connection, ConnectionAddr, ConnectionInfo, FromRedisValue, IntoConnectionInfo, RedisResult, Value,
-    cmd,
+    Client, Cmd, Connection, ConnectionAddr, ConnectionInfo, FromRedisValue, IntoConnectionInfo, RedisResult,
+    TlsCertificates, Value, cmd,
 };
 
 use super::{Hint, Owner};
@@ -20,6 +20,7 @@ use crate::error::Error;
 use crate::key::{Key, Kind, ObjectId};
 use crate::media::Place;
 use crate::object::{Class, Meta, TenantId};
+use crate::trouble::Trouble;
 
 /// Keys of a round trip at most.
 const MAX_ROUND: usize = 4096;
@@ -30,12 +31,14 @@ const MAX_IDLE: usize = 8;
 /// Where the server is and how it is used.
 #[derive(Clone)]
 pub struct Settings {
-    /// URLs, `redis://host:port`. More than one, or `cluster`, is a cluster.
+    /// URLs, `redis://host:port`, or `rediss://` for TLS. More than one, or `cluster`, is a cluster.
     pub servers: Vec<String>,
     /// Whether a single URL names a member of a cluster.
     pub cluster: bool,
     /// What is shown to the servers, where they ask for it. In no URL: those are printed.
     pub password: Option<String>,
+    /// PEM of the authorities that servers of `rediss://` have their certificates from; none: those of the system.
+    pub authorities: Option<Vec<u8>>,
     /// First part of every key, to share a server: lower-case letters, digits and dashes.
     pub prefix: String,
     /// How long a connection or an answer may take.
@@ -50,6 +53,7 @@ impl fmt::Debug for Settings {
             .field("servers", &self.servers)
             .field("cluster", &self.cluster)
             .field("password", &self.password.as_ref().map(|_| "…"))
+            .field("authorities", &self.authorities.as_ref().map(Vec::len))
             .field("prefix", &self.prefix)
             .field("timeout", &self.timeout)
             .field("retry", &self.retry)
@@ -64,6 +68,7 @@ impl Settings {
             servers: vec![server.into()],
             cluster: false,
             password: None,
+            authorities: None,
             prefix: "deepinfer".into(),
             timeout: Duration::from_millis(150),
             retry: Duration::from_secs(1),
@@ -145,6 +150,7 @@ pub struct SoftDirectory {
     idle: Mutex<Vec<Link>>,
     down_until: Mutex<Option<Instant>>,
     counters: Atomics,
+    trouble: Trouble,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -153,10 +159,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Where a URL leads. Nothing that is said of it shows it: it may hold a secret after all.
 fn server(url: &str, password: Option<&str>) -> Result<ConnectionInfo, Error> {
-    let none =
-        || Error::Invalid("a directory server is given as redis://host:port, perhaps with a user and /number".into());
+    let none = || {
+        let form = "redis://host:port, or rediss://host:port for TLS, perhaps with a user and /number";
+        Error::Invalid(format!("a directory server is given as {form}"))
+    };
     let info = url.into_connection_info().map_err(|_| none())?;
-    if !matches!(info.addr(), ConnectionAddr::Tcp(..)) {
+    // Whoever takes any certificate has TLS for nothing.
+    if !matches!(info.addr(), ConnectionAddr::Tcp(..) | ConnectionAddr::TcpTls { insecure: false, .. }) {
         return Err(none());
     }
     let redis = info.redis_settings().clone();
@@ -171,7 +180,26 @@ fn server(url: &str, password: Option<&str>) -> Result<ConnectionInfo, Error> {
 
 fn cluster(members: Vec<ConnectionInfo>, settings: &Settings) -> RedisResult<ClusterClient> {
     let builder = ClusterClient::builder(members);
-    builder.connection_timeout(settings.timeout).response_timeout(settings.timeout).retries(1).build()
+    let builder = builder.connection_timeout(settings.timeout).response_timeout(settings.timeout).retries(1);
+    match certificates(settings) {
+        Some(known) => builder.certs(known).build(),
+        None => builder.build(),
+    }
+}
+
+fn certificates(settings: &Settings) -> Option<TlsCertificates> {
+    settings.authorities.clone().map(|known| TlsCertificates { client_tls: None, root_cert: Some(known) })
+}
+
+fn client(server: ConnectionInfo, settings: &Settings) -> RedisResult<Client> {
+    match certificates(settings).filter(|_| is_protected(&server)) {
+        Some(known) => Client::build_with_tls(server, known),
+        None => Client::open(server),
+    }
+}
+
+fn is_protected(server: &ConnectionInfo) -> bool {
+    matches!(server.addr(), ConnectionAddr::TcpTls { .. })
 }
 
 fn refused(error: &redis::RedisError) -> Error {
@@ -191,8 +219,17 @@ impl SoftDirectory {
         let bad = |error: &redis::RedisError| Error::Invalid(format!("directory server: {error}"));
         let servers: Vec<ConnectionInfo> =
             settings.servers.iter().map(|url| server(url, settings.password.as_deref())).collect::<Result<_, _>>()?;
+        let protected = servers.iter().filter(|server| is_protected(server)).count();
+        if protected != 0 && protected != servers.len() {
+            return Err(Error::Invalid("members of one cluster are all given as rediss://, or none is".into()));
+        }
+        if protected == 0 && settings.authorities.is_some() {
+            return Err(Error::Invalid("authorities are for servers of rediss://".into()));
+        }
+        // One for the process; if it has another one already, that does as well.
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let opener = match <[ConnectionInfo; 1]>::try_from(servers) {
-            Ok([one]) if !settings.cluster => Opener::One(Client::open(one).map_err(|error| bad(&error))?),
+            Ok([one]) if !settings.cluster => Opener::One(client(one, &settings).map_err(|error| bad(&error))?),
             Ok([one]) => Opener::Cluster(cluster(vec![one], &settings).map_err(|error| bad(&error))?),
             Err(none) if none.is_empty() => {
                 return Err(Error::Invalid("a directory needs the URL of a server".into()));
@@ -205,6 +242,7 @@ impl SoftDirectory {
             idle: Mutex::default(),
             down_until: Mutex::default(),
             counters: Atomics::default(),
+            trouble: Trouble::default(),
         })
     }
 
@@ -223,6 +261,11 @@ impl SoftDirectory {
                 Ok(Link::Cluster(Box::new(connection)))
             }
         }
+    }
+
+    /// Calls that failed, and with what at last.
+    pub fn trouble(&self) -> &Trouble {
+        &self.trouble
     }
 
     /// Whether the server is asked at all now.
@@ -259,7 +302,9 @@ impl SoftDirectory {
             Err(error) => {
                 self.counters.failures.fetch_add(1, Ordering::Relaxed);
                 *lock(&self.down_until) = Some(Instant::now() + self.settings.retry);
-                Err(refused(&error))
+                let error = refused(&error);
+                self.trouble.note(&error);
+                Err(error)
             }
         }
     }
@@ -465,11 +510,15 @@ mod tests {
         };
         assert!(with(&|_| ()).is_ok());
         assert!(with(&|settings| settings.servers.clear()).is_err());
-        for url in ["http://x", "redis://", "unix:///x", "rediss://host:1", "redis://user:word@host:1"] {
+        for url in ["http://x", "redis://", "unix:///x", "rediss://host:1/#insecure", "redis://user:word@host:1"] {
             let said = with(&|settings| settings.servers[0] = url.into()).unwrap_err().to_string();
             assert!(!said.contains("word@"), "{said}");
         }
-        assert!(with(&|settings| settings.servers[0] = "redis://user@host:1/2".into()).is_ok());
+        for url in ["redis://user@host:1/2", "rediss://user@host:1/2", "valkeys://host:1"] {
+            assert!(with(&|settings| settings.servers[0] = url.into()).is_ok(), "{url}");
+        }
+        let other = |settings: &mut Settings| settings.servers.push("rediss://127.0.0.1:2".into());
+        assert!(with(&other).is_err(), "some of a cluster are protected");
         for prefix in ["", "a:b", "A", "é", &"a".repeat(33)] {
             assert!(with(&|settings| settings.prefix = prefix.into()).is_err(), "{prefix}");
         }

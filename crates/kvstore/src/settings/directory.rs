@@ -37,6 +37,7 @@ pub(super) fn of(
     let Some(servers) = given.servers.as_ref().filter(|servers| !servers.is_empty()) else {
         let others = [
             ("directory.cluster", given.cluster.is_some()),
+            ("directory.tls_ca", given.tls_ca.is_some()),
             ("directory.password_file", given.password_file.is_some()),
             ("the directory's password", password.is_some()),
         ];
@@ -63,7 +64,22 @@ fn made(given: &raw::Directory, servers: &[String], password: Option<String>) ->
         Some(Time(time)) if time.as_millis() == 0 || time.as_secs() > 60 => invalid(key, "give between 1ms and 60s"),
         Some(Time(time)) => Ok(time),
     };
+    let authorities = match &given.tls_ca {
+        None => None,
+        Some(_)
+            if !servers.iter().any(|server| server.starts_with("rediss://") || server.starts_with("valkeys://")) =>
+        {
+            return invalid("directory.tls_ca", "it is for servers of rediss://");
+        }
+        Some(path) => {
+            // Held to be certificates here, where the file has a name.
+            crate::tls::authorities(path).or_else(|error| invalid("directory.tls_ca", error))?;
+            let unread = |error| invalid("directory.tls_ca", format!("{}: {error}", path.display()));
+            Some(std::fs::read(path).or_else(unread)?)
+        }
+    };
     let settings = Settings {
+        authorities,
         servers: servers.to_vec(),
         cluster: given.cluster.unwrap_or(servers.len() > 1),
         password,

@@ -52,6 +52,7 @@ pub const KEYS: &[(&str, Form)] = &[
     ("directory.servers", Form::List),
     ("directory.cluster", Form::Truth),
     ("directory.password_file", Form::Text),
+    ("directory.tls_ca", Form::Text),
     ("directory.prefix", Form::Text),
     ("directory.timeout", Form::Text),
     ("directory.retry", Form::Text),

@@ -61,6 +61,7 @@ pub struct Directory {
     pub servers: Option<Vec<String>>,
     pub cluster: Option<bool>,
     pub password_file: Option<PathBuf>,
+    pub tls_ca: Option<PathBuf>,
     pub prefix: Option<String>,
     pub timeout: Option<Time>,
     pub retry: Option<Time>,
