@@ -124,8 +124,11 @@ pub(super) fn checksum(bytes: &[u8]) -> u64 {
         let (mut products, mut words) = (_mm512_setzero_si512(), _mm512_setzero_si512());
         let (stripes, _) = block.as_chunks::<STRIPE>();
         for at in 0..STRIPES {
-            // SAFETY: a hint reads nothing, wherever it points.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(block.as_ptr().wrapping_add(AHEAD + STRIPE * at).cast()) };
+            // SAFETY: a hint reads nothing, wherever it points. Newer compilers know it.
+            #[allow(unused_unsafe)]
+            unsafe {
+                _mm_prefetch::<_MM_HINT_T0>(block.as_ptr().wrapping_add(AHEAD + STRIPE * at).cast());
+            };
             let data = load(&stripes[at]);
             products = _mm512_add_epi64(products, product(data, keys[at]));
             words = _mm512_add_epi64(words, data);
