@@ -866,6 +866,9 @@ class KvServer:
     def describe(self) -> KvServerInfo:
         """Where it listens, with the ports that were chosen, and what it holds."""
 
+    def trouble(self) -> tuple[int, str | None]:
+        """How often its disk or service has failed, or a writer has made other bytes of a name, and what was said of it at last."""
+
     def drain(self) -> None:
         """Takes no new work, ends what is under way, seals the store and ends. May be called more than once."""
 
@@ -883,6 +886,9 @@ class KvAgent:
     def __new__(cls, settings: str | PathLike[str] | None = None, given: Sequence[tuple[str, str]] = ...) -> KvAgent: ...
     def describe(self) -> KvAgentInfo:
         """What engines give as an address, and the size of the memory."""
+
+    def trouble(self) -> tuple[int, str | None]:
+        """How often the store behind it has failed, and what was said of it at last."""
 
     def drain(self) -> None:
         """Takes no more puts, waits until the store has those it took, and ends; raises if the store does not have all of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import pytest
 from cli.running import run
 from cli.test_surface import assert_one_line
 from deepinfer import _core, errors
+from deepinfer.cli import kvstore_serve
 from kvstore_kit import EACH, Served, chain, content, hex_of, key, served
 
 
@@ -99,6 +101,8 @@ def test_a_server_serves_counts_drains_and_is_found_again(tmp_path: Path) -> Non
         said = server.process.stderr.read()
         assert "listening on 127.0.0.1:" in said and said.endswith("kvstore: drained\n")
 
+    table = run("kvstore", "stats", "--address", f"dir:{tmp_path / 'kv'}").stdout.decode()
+    assert "blocks" in table and "of capacity" not in table  # that is a setting of the server's
     offline = json.loads(run("kvstore", "stats", "--address", f"dir:{tmp_path / 'kv'}", "--json").stdout)
     assert (offline["blocks"], offline["segments"]) == (20, 1)
     with served(tmp_path / "kv") as server:
@@ -259,8 +263,13 @@ def test_the_printed_settings_can_be_used(tmp_path: Path) -> None:
 
 def test_a_newer_format_and_a_taken_root_are_refused(tmp_path: Path) -> None:
     settings = ("--set", f"root={tmp_path / 'kv'}", "--set", "listen=127.0.0.1:0", "--set", "metrics=off")
-    with served(tmp_path / "kv"):
+    with served(tmp_path / "kv") as server:
         assert_one_line(run("kvstore", "serve", *settings), "is open in another process", code=1)
+        other = ("--set", f"root={tmp_path / 'other'}")
+        taken = run("kvstore", "serve", *settings, *other, "--set", f"listen={server.about['addresses'][0]}")
+        assert_one_line(taken, "name another port", code=1)
+        taken = run("kvstore", "serve", *settings, *other, "--set", f"metrics={server.about['metrics']}")
+        assert_one_line(taken, "name another port", code=1)
         assert_one_line(run("kvstore", "stats", "--address", f"dir:{tmp_path / 'kv'}"), "is open in another process", code=1)
     form = tmp_path / "kv" / "FORMAT"
     form.write_text(form.read_text().replace("kvstore 1", "kvstore 2"))
@@ -283,10 +292,12 @@ HEX = "0123456789abcdef" * 2
         (("--address", "http://x", HEX), "no address of a KV store"),
         (("--address", "dir:/nowhere/kv", HEX), "/nowhere/kv holds no KV store"),
         (("--address", "tcp://127.0.0.1:1,127.0.0.1:2", HEX), "name one"),
+        (("--address", "agent:/run/agent.sock", HEX), "ask the store behind it"),
+        (("--tls-name", "kv.example", HEX), "--tls-ca"),
         (("--token-file", "/nowhere", HEX), "--token-file /nowhere"),
         (("--timeout", "nan", HEX), "timeout"),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_what_is_no_chain_or_no_server_takes_one_line(argv: tuple[str, ...], says: str) -> None:
     assert_one_line(run("kvstore", "check", *argv), says)
@@ -365,3 +376,44 @@ def test_noise_and_half_open_connections_cost_nobody_else(tmp_path: Path) -> Non
             each.close()
         assert json.loads(run("kvstore", "stats", "--address", server.address, "--json").stdout)["server"]["refused"] >= 1
         assert server.end() == 0
+
+
+def test_a_server_says_why_its_disk_fails(tmp_path: Path) -> None:
+    with served(tmp_path / "kv") as server:
+        tier = _core.KvTier(server.address)
+        put_chain(tier, 3)
+        shutil.rmtree(tmp_path / "kv" / "segments")
+        assert tier.put("block", key(9), b"", [EACH], content(9)) == b"f"  # not acknowledged: the file is nobody's
+        stats = json.loads(run("kvstore", "stats", "--address", server.address, "--json").stdout)
+        assert "deleted" in stats["last_failure"]
+        assert "deleted" in run("kvstore", "stats", "--address", server.address).stdout.decode()
+        time.sleep(2)  # it looks every second
+        assert server.end() == 0
+        assert server.process.stderr is not None
+        assert "kvstore: the store fails: " in server.process.stderr.read()
+
+
+def test_what_fails_is_said_at_once_and_then_once_a_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    trouble: list[tuple[int, str | None]] = [(0, None)]
+    monkeypatch.setattr(kvstore_serve.time, "monotonic", lambda: now[0])
+    complaints = kvstore_serve.Complaints("it fails", lambda: trouble[0])
+
+    def said(seconds: float, count: int, why: str | None) -> str:
+        now[0], trouble[0] = now[0] + seconds, (count, why)
+        complaints.look()
+        return capsys.readouterr().err
+
+    assert said(1, 0, None) == ""
+    assert said(1, 1, "no disk") == "kvstore: it fails: no disk\n"
+    assert said(1, 5, "no disk") == said(30, 9, "no disk") == ""
+    assert said(30, 9, "no room") == "kvstore: it fails: no room (8 times)\n"
+    assert said(600, 9, "no room") == ""
+
+    class Closed(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", Closed())
+        assert said(1, 10, "no reader") == ""

@@ -94,6 +94,22 @@ def test_an_agent_with_a_store_of_its_own(tmp_path: Path) -> None:
         assert process.wait(60) == 0
 
 
+def test_an_agent_says_why_the_store_behind_it_fails(tmp_path: Path) -> None:
+    secret = "a-long-token-of-putting"
+    with served(tmp_path / "kv", env={"DEEPINFER_KVSTORE_TOKEN_PUT": secret}) as server:
+        with agent(tmp_path, server.address) as (process, about):
+            tier = _core.KvTier(about["address"])
+            put_chain(tier, 2)  # on this host
+            assert not tier.flush(30)
+            with urllib.request.urlopen(f"http://{about['metrics']}/metrics", timeout=30) as answer:
+                assert "deepinfer_kvstore_agent_store_failures_total 0" not in answer.read().decode()
+            assert process.stderr is not None
+            while "the store behind this agent fails" not in (line := process.stderr.readline()):
+                assert line
+            assert "role put" in line and secret not in line
+        assert server.end() == 0
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [("agent.upstream=nowhere", 'agent.upstream: "nowhere"'), ("agent.socket=x", "agent.socket"), ("agent.arena=1MiB", "agent.arena")],

@@ -61,6 +61,11 @@ impl KvServer {
         Ok(dict)
     }
 
+    fn trouble(&self, py: Python<'_>) -> (u64, Option<String>) {
+        py.detach(|| self.node.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(Node::trouble))
+            .unwrap_or_default()
+    }
+
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
         let node = self.node.lock().unwrap_or_else(PoisonError::into_inner).take();
         // Metrics say until the end that it drains.
@@ -99,6 +104,11 @@ impl KvAgent {
         dict.set_item("arena", node.agent().sizes().bytes)?;
         dict.set_item("directory", node.directory())?;
         Ok(dict)
+    }
+
+    fn trouble(&self, py: Python<'_>) -> (u64, Option<String>) {
+        py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(AgentNode::trouble))
+            .unwrap_or_default()
     }
 
     fn drain(&self, py: Python<'_>) -> PyResult<()> {

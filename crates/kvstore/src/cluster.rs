@@ -18,6 +18,7 @@ use crate::key::{Key, Kind};
 use crate::net::Address;
 use crate::object::Class;
 use crate::tls::ClientTls;
+use crate::trouble::Trouble;
 use crate::upstream::{Found, Load, Save, Source, Tally, Upstream};
 use crate::wire::{Hello, Outcome, Role};
 
@@ -128,6 +129,7 @@ struct Point {
 
 struct Inner {
     points: Vec<Point>,
+    trouble: Trouble,
     directory: Directory,
     retry: Duration,
     patience: Duration,
@@ -156,6 +158,7 @@ impl Cluster {
         let points = config.addresses.iter().map(point).collect::<Result<Vec<_>, Error>>()?;
         let inner = Inner {
             points,
+            trouble: Trouble::default(),
             directory: Directory::new(members, LONG),
             retry: config.retry.max(Duration::from_millis(1)),
             patience: config.connect + config.check,
@@ -248,6 +251,7 @@ impl Inner {
         let point = &self.points[at];
         point.failures.fetch_add(1, Ordering::Relaxed);
         *point.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+        self.trouble.note(error);
         if is_to_blame(error) {
             self.rest(at);
         }
@@ -385,7 +389,11 @@ impl Upstream for Cluster {
     }
 
     fn trouble(&self) -> Option<String> {
-        self.last_errors().into_iter().find_map(|(_, error)| error)
+        self.inner.trouble.latest()
+    }
+
+    fn failures(&self) -> u64 {
+        self.inner.trouble.count()
     }
 
     fn stats(&self) -> Vec<(String, u64)> {
@@ -438,6 +446,7 @@ impl Cluster {
                 };
                 let point = &inner.points[owner];
                 let text = format!("the KV store at {} {why}", point.client.address());
+                inner.trouble.note(&text);
                 *point.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
             }
         }

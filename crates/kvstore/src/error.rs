@@ -18,7 +18,9 @@ pub enum Error {
     #[error("{0} is damaged: {1}")]
     Damaged(ObjectId, String),
     /// The files were written by a newer version.
-    #[error("format {found} of {what} is newer than this version reads ({known}): upgrade it")]
+    #[error(
+        "format {found} of {what} is newer than this version reads ({known}): upgrade deepinfer, or name another root"
+    )]
     Newer {
         /// What has the format.
         what: String,

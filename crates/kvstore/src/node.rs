@@ -23,6 +23,8 @@ use crate::root::Root;
 use crate::server::Server;
 use crate::settings::{MediaSettings, Settings};
 use crate::store::{Store, Upkeep};
+#[cfg(not(feature = "redis"))]
+use crate::trouble::Trouble;
 use crate::upstream::Source;
 
 /// Debts of domains that one look pays.
@@ -69,11 +71,22 @@ impl Share {
     fn is_up(&self) -> bool {
         match *self {}
     }
+
+    fn trouble(&self) -> &Trouble {
+        match *self {}
+    }
 }
 
 #[cfg(not(feature = "redis"))]
 fn share(_: &Settings, _: &Arc<Store>) -> Result<Option<Share>, Error> {
     Ok(None)
+}
+
+/// What fails, with what the directory's server has failed with.
+fn with_share((count, why): (u64, Option<String>), share: Option<&Share>) -> (u64, Option<String>) {
+    let Some(trouble) = share.map(Share::trouble) else { return (count, why) };
+    let all: Vec<String> = why.into_iter().chain(trouble.latest()).collect();
+    (count + trouble.count(), (!all.is_empty()).then(|| all.join("; ")))
 }
 
 /// A running server.
@@ -120,6 +133,12 @@ impl Node {
     /// Whether the directory server answers; none: the settings name none.
     pub fn directory(&self) -> Option<bool> {
         self.share.as_ref().map(Share::is_up)
+    }
+
+    /// How often reads and writes of the disk or the service, or calls of the directory server, have failed, and why at last.
+    pub fn trouble(&self) -> (u64, Option<String>) {
+        let trouble = self.store.trouble();
+        with_share((trouble.count(), trouble.latest()), self.share.as_ref())
     }
 
     /// What it serves.
@@ -173,7 +192,10 @@ impl AgentNode {
             (None, Some(own)) => Arc::new(Arc::clone(&own.store)),
             (None, None) => return Err(Error::Invalid("agent.upstream: none".to_owned())),
         };
-        let agent = Agent::start(source, given.config.clone())?;
+        let agent = Agent::start(source, given.config.clone()).map_err(|error| match error {
+            Error::Invalid(said) if said.starts_with("arena") => Error::Invalid(format!("agent.{said}")),
+            other => other,
+        })?;
         let metrics = match &given.metrics {
             Some(address) => {
                 let store = own.as_ref().map(|own| Arc::clone(&own.store));
@@ -198,6 +220,11 @@ impl AgentNode {
     /// Whether the directory server of its own store answers; none: there is none.
     pub fn directory(&self) -> Option<bool> {
         self.own.as_ref().and_then(|own| own.share.as_ref()).map(Share::is_up)
+    }
+
+    /// How often the store behind it has failed, and why at last.
+    pub fn trouble(&self) -> (u64, Option<String>) {
+        with_share(self.agent.watch().trouble(), self.own.as_ref().and_then(|own| own.share.as_ref()))
     }
 
     /// Takes no more puts, waits until the store has those it took, and ends.

@@ -57,7 +57,13 @@ impl Operator {
             let store = Store::open(root, media, StoreConfig { capacity: 1 << 62, ..StoreConfig::default() })?;
             return Ok(Self::Own(Arc::new(store), config.tenant));
         }
-        let addresses = entry_points(address)?;
+        if address.starts_with("agent:") {
+            let said = "an agent answers engines only: ask the store behind it; what it counts is in its metrics";
+            return Err(Error::Invalid(format!("{address}: {said}")));
+        }
+        let known = "dir:/path, tcp://host:port or unix:/path";
+        let no_address = |_| Error::Invalid(format!("{address:?} is no address of a KV store: give {known}"));
+        let addresses = entry_points(address).map_err(no_address)?;
         let [one] = addresses.as_slice() else {
             return Err(Error::Invalid(format!("{address:?} names several entry points: name one")));
         };

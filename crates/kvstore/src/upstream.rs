@@ -5,8 +5,8 @@
 //!
 //! Each [`Upstream`] speaks for one tenant. Whatever fails behind it is a miss, or an outcome of the object concerned: never more.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::checksum::Sum;
@@ -92,6 +92,11 @@ pub trait Upstream: Send + Sync {
         None
     }
 
+    /// How often something has failed: whenever it grows, [`Upstream::trouble`] says why.
+    fn failures(&self) -> u64 {
+        0
+    }
+
     /// Counters and sizes by name.
     fn stats(&self) -> Vec<(String, u64)>;
 }
@@ -169,7 +174,6 @@ pub struct Embedded {
     tenant: TenantId,
     rule: Rule,
     tally: Tally,
-    trouble: Mutex<Option<String>>,
 }
 
 impl Embedded {
@@ -179,7 +183,7 @@ impl Embedded {
     /// As [`Store::tenant`].
     pub fn new(store: Arc<Store>, tenant: &str, rule: Rule) -> Result<Self, Error> {
         let tenant = if tenant.is_empty() { TenantId(0) } else { store.tenant(tenant)?.id };
-        Ok(Self { store, tenant, rule, tally: Tally::default(), trouble: Mutex::default() })
+        Ok(Self { store, tenant, rule, tally: Tally::default() })
     }
 
     /// The store itself.
@@ -230,16 +234,17 @@ impl Upstream for Embedded {
         let done = self.store.put(&records, self.rule);
         for (place, put) in places.into_iter().zip(&done) {
             outcomes[place] = outcome(put);
-            if let Put::Failed(error) = put {
-                *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
-            }
         }
         self.tally.saves(objects, &outcomes);
         outcomes
     }
 
     fn trouble(&self) -> Option<String> {
-        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.store.trouble().latest()
+    }
+
+    fn failures(&self) -> u64 {
+        self.store.trouble().count()
     }
 
     fn stats(&self) -> Vec<(String, u64)> {

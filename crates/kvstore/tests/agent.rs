@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use agent_kit::*;
 use deepinfer_kvstore::agent::{Agent, AgentConfig, Client, ClientConfig};
 use deepinfer_kvstore::checksum::checksum;
+use deepinfer_kvstore::cluster::ClusterConfig;
 use deepinfer_kvstore::upstream::{Found, Load, Save, Upstream};
 use deepinfer_kvstore::wire::Outcome;
 use deepinfer_kvstore::{Class, Error, Key, Kind, ObjectId};
@@ -351,4 +352,22 @@ fn its_socket_is_nobody_elses() {
     assert!(start(small(host.socket().into())).contains("in use by another"));
     assert!(start(AgentConfig { arena_bytes: 1 << 20, ..small(base.path().join("a/sock")) }).contains("arena_bytes"));
     assert!(start(AgentConfig { writers: 0, ..small(base.path().join("a/sock")) }).contains("writers is 0"));
+}
+
+#[test]
+fn why_the_store_behind_an_agent_fails_is_known() {
+    let base = tempfile::tempdir().unwrap();
+    // A port that nobody has any more.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let nobody = ClusterConfig::new([port.to_string().parse().unwrap()]);
+    let agent = Agent::start(Arc::new(nobody), small(base.path().join("agent/sock"))).unwrap();
+    let (watch, client) = (agent.watch(), Client::new(ClientConfig::new(agent.socket())).unwrap());
+    assert_eq!(watch.trouble(), (0, None));
+    let keys = chain(1, 2);
+    assert_eq!(client.check(&keys, 0).unwrap().blocks, 0);
+    let (count, why) = watch.trouble();
+    assert!(count > 0 && why.as_deref().is_some_and(|why| why.contains("Connection refused")), "{why:?}");
+    assert_eq!(watch.stats().into_iter().find(|(name, _)| name == "store_failures").unwrap().1, count);
+    // Nothing new is nothing to tell, and the reason stays known.
+    assert_eq!(watch.trouble(), (count, why));
 }

@@ -6,7 +6,7 @@ import argparse
 
 from deepinfer.cli import console
 from deepinfer.cli.kvstore_options import size
-from deepinfer.cli.kvstore_serve import Ending, overrides, unanswered
+from deepinfer.cli.kvstore_serve import Complaints, Ending, overrides, unanswered
 
 EXAMPLES = (
     "deepinfer kvstore agent",
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         unanswered(about["directory"])
         if args.json:
             console.print_json(about)
-        ending.wait()
+        ending.wait(Complaints("the store behind this agent fails", agent.trouble).look)
         console.note("kvstore: draining; a second signal ends at once")
         agent.drain()
         console.note("kvstore: drained")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from deepinfer.cli import console
@@ -42,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         server = _core.KvServer(args.settings, overrides(args.set))
         ending.arm()
         ready(args.json, server)
-        ending.wait()
+        ending.wait(Complaints("the store fails", server.trouble).look)
         console.note("kvstore: draining; a second signal ends at once")
         server.drain()
         console.note("kvstore: drained")
@@ -80,6 +84,32 @@ def unanswered(directory: bool | None) -> None:
         console.note("kvstore: no server of directory.servers answers: what other stores hold is a miss until one does")
 
 
+class Complaints:
+    """Says on stderr what fails: at once, and from then on once a minute while there is more.
+
+    Args:
+        what: begins the line.
+        ask: gives how often it has failed so far, and why at last.
+    """
+
+    PAUSE = 60.0
+    """Seconds between two lines."""
+
+    def __init__(self, what: str, ask: Callable[[], tuple[int, str | None]]) -> None:
+        self._what, self._ask = what, ask
+        self._told, self._next = 0, 0.0
+
+    def look(self) -> None:
+        """Asks, and says it if there is something to be said."""
+        count, why = self._ask()
+        now = time.monotonic()
+        if count > self._told and now >= self._next:
+            more = f" ({count - self._told:,} times)" if count - self._told > 1 else ""
+            with suppress(OSError):  # nobody reads it any more: no reason to end
+                console.note(f"kvstore: {self._what}: {console.one_line(why)}{more}")
+            self._told, self._next = count, now + self.PAUSE
+
+
 class Ending:
     """How a server is told to end. While it opens, a signal ends it at once, which loses nothing; from ``arm`` on the first SIGTERM
     or Ctrl-C ends ``wait``, and the next one ends the process as if nobody listened.
@@ -99,9 +129,10 @@ class Ending:
         for number in self._before:
             signal.signal(number, lambda number, frame: None)
 
-    def wait(self) -> None:
-        """Returns at the first signal."""
-        os.read(self._read, 1)
+    def wait(self, look: Callable[[], None]) -> None:
+        """Returns at the first signal; calls ``look`` every second until then."""
+        while not select.select([self._read], [], [], 1.0)[0]:
+            look()
         for number in self._before:
             signal.signal(number, signal.SIG_DFL)
 

@@ -41,7 +41,7 @@ def render(stats: dict[str, Any]) -> str:
             ("blocks", stats["blocks"]),
             ("slices", stats["slices"]),
             ("bytes of objects", size(stats["bytes"])),
-            ("of capacity", f"{stats['live'] / stats['capacity']:.1%} of {size(stats['capacity'])}"),
+            *_capacity(stats),
             ("sealed segments", f"{stats['segments']:,}, {size(stats['sealed'])}"),
             ("index in memory", size(stats["memory"])),
             ("reads that hit", f"{counts['hits'] / asked:.1%}" if asked else "none yet"),
@@ -49,9 +49,11 @@ def render(stats: dict[str, Any]) -> str:
     )
     parts = [("counted since the start", counts), ("media", stats.get("media", {})), ("server", stats.get("server") or {})]
     for title, numbers in parts:
-        shown = [(name.replace("_", " "), size(n) if name.endswith("bytes") else n) for name, n in numbers.items() if n]
+        shown = [(name.replace("_", " "), size(n) if "bytes" in name else n) for name, n in numbers.items() if n]
         if shown:
             text += f"{title}\n{table(shown)}"
+    if stats.get("last_failure"):
+        text += f"failed last with\n  {stats['last_failure']}\n"
     if stats["tenants"]:
         rows = [
             (tenant["name"], size(tenant["bytes"]) + (f" of {size(tenant['quota'])}" if tenant["quota"] is not None else ""))
@@ -59,3 +61,10 @@ def render(stats: dict[str, Any]) -> str:
         ]
         text += f"tenants\n{table(rows)}"
     return text
+
+
+def _capacity(stats: dict[str, Any]) -> list[tuple[str, str]]:
+    """Its own setting is a server's; a store that nobody serves is opened here, without a bound."""
+    if stats["server"] is None:
+        return []
+    return [("of capacity", f"{stats['live'] / stats['capacity']:.1%} of {size(stats['capacity'])}")]

@@ -241,6 +241,7 @@ impl Host {
         .map(|(name, value)| (name.to_owned(), value))
         .to_vec();
         all.extend(self.counters.each().map(|(name, value)| (name.to_owned(), value)));
+        all.push(("store_failures".to_owned(), self.tenants.trouble().0));
         all
     }
 }
@@ -253,6 +254,11 @@ impl Watch {
     /// Counters and sizes by name.
     pub fn stats(&self) -> Vec<(String, u64)> {
         self.0.stats()
+    }
+
+    /// How often the store behind it has failed, and why at last.
+    pub fn trouble(&self) -> (u64, Option<String>) {
+        self.0.tenants.trouble()
     }
 
     /// Whether it takes no new work any more.

@@ -18,6 +18,7 @@ mod counters;
 mod fetch;
 mod host;
 mod link;
+mod memory;
 mod pass;
 mod shm;
 mod space;

@@ -10,6 +10,7 @@ use std::ptr::NonNull;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
+use super::memory;
 use crate::checksum::{Sum, checksum};
 use crate::error::Error;
 
@@ -19,7 +20,7 @@ const PIECE: usize = 64 << 10;
 /// What is no longer than this is copied whole before it is summed: it stays in a cache as well, and is summed faster in one call.
 const WHOLE: usize = 2 << 20;
 
-fn memory(what: &str) -> impl FnOnce(rustix::io::Errno) -> Error {
+fn broken(what: &str) -> impl FnOnce(rustix::io::Errno) -> Error {
     let what = format!("shared memory: {what}");
     move |error| Error::Io { what, source: error.into() }
 }
@@ -40,10 +41,10 @@ impl Mapping {
     fn new(fd: BorrowedFd<'_>, len: usize, protection: ProtFlags) -> Result<Self, Error> {
         // SAFETY: a new mapping where the system chooses: it lies over nothing of ours.
         let start = unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, fd, 0) };
-        let start = start.map_err(memory("mapping"))?;
+        let start = start.map_err(broken("mapping"))?;
         // SAFETY: advice on the mapping that was just made. Where large pages are not to be had it does without.
         let _ = unsafe { madvise(start, len, Advice::LinuxHugepage) };
-        let start = NonNull::new(start.cast()).ok_or_else(|| memory("mapping")(rustix::io::Errno::NOMEM))?;
+        let start = NonNull::new(start.cast()).ok_or_else(|| broken("mapping")(rustix::io::Errno::NOMEM))?;
         Ok(Self { start, len })
     }
 
@@ -65,14 +66,14 @@ impl Drop for Mapping {
 
 fn create(name: &str, len: u64, seals: SealFlags) -> Result<OwnedFd, Error> {
     let fd =
-        rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(memory("making"))?;
-    rustix::fs::ftruncate(&fd, len).map_err(memory("sizing"))?;
-    rustix::fs::fcntl_add_seals(&fd, seals | SealFlags::SHRINK | SealFlags::GROW).map_err(memory("sealing"))?;
+        rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(broken("making"))?;
+    rustix::fs::ftruncate(&fd, len).map_err(broken("sizing"))?;
+    rustix::fs::fcntl_add_seals(&fd, seals | SealFlags::SHRINK | SealFlags::GROW).map_err(broken("sealing"))?;
     Ok(fd)
 }
 
 fn length(fd: BorrowedFd<'_>) -> Result<u64, Error> {
-    let stat = rustix::fs::fstat(fd).map_err(memory("a look at it"))?;
+    let stat = rustix::fs::fstat(fd).map_err(broken("a look at it"))?;
     u64::try_from(stat.st_size).map_err(|_| Error::Invalid("shared memory of no length".to_owned()))
 }
 
@@ -92,14 +93,15 @@ impl Shared {
     /// All its memory is taken now: a lack of it is an error here and not a fault later.
     ///
     /// # Errors
-    /// [`Error::Io`]: no memory.
+    /// [`Error::Invalid`] for more than this machine has left, [`Error::Io`]: no memory.
     pub fn new(len: u64) -> Result<Self, Error> {
+        memory::fits(len, memory::available())?;
         let fd = create("deepinfer-kv-arena", len, SealFlags::empty())?;
-        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len).map_err(memory("taking it"))?;
+        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len).map_err(broken("taking it"))?;
         let bytes = usize::try_from(len).map_err(|_| Error::Invalid(format!("{len} bytes do not fit memory")))?;
         let mapping = Mapping::new(fd.as_fd(), bytes, ProtFlags::READ | ProtFlags::WRITE)?;
         // The mapping made before stays writable; no other can be made, by whoever has the descriptor.
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::FUTURE_WRITE | SealFlags::SEAL).map_err(memory("sealing"))?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::FUTURE_WRITE | SealFlags::SEAL).map_err(broken("sealing"))?;
         Ok(Self { mapping, fd })
     }
 
@@ -254,7 +256,7 @@ impl Staged {
                 Ok(0) => return Err(Error::Invalid("the stage became shorter".to_owned())),
                 Ok(more) => done += more,
                 Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(memory("reading a stage")(error)),
+                Err(error) => return Err(broken("reading a stage")(error)),
             }
         }
         Ok(())

@@ -3,6 +3,7 @@
 //! Owns: one [`Upstream`] for each, bounded in number; sizes of blocks in use. Never touches: sockets, the arena.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,8 @@ pub struct Tenant {
     pub who: Hello,
     /// Its store.
     pub upstream: Arc<dyn Upstream>,
+    /// Failures of it that [`Tenants::trouble`] has told of.
+    failures_seen: AtomicU64,
     queue: Mutex<Queue>,
     progress: Condvar,
 }
@@ -84,6 +87,10 @@ pub struct Tenants {
 
 #[derive(Default)]
 struct Open {
+    /// Failures of stores that are no longer among them.
+    failures_before: u64,
+    /// Why the latest one seen failed.
+    told: Option<String>,
     by_hello: HashMap<Hello, Arc<Tenant>>,
     opened: u64,
     block_sizes: HashMap<[u8; 16], u32>,
@@ -112,14 +119,23 @@ impl Tenants {
             let idle =
                 open.by_hello.iter().find(|(_, tenant)| Arc::strong_count(tenant) == 1).map(|(who, _)| who.clone());
             let idle = idle.ok_or_else(|| Error::Full(format!("more than {} tenants at once", self.most)))?;
-            open.by_hello.remove(&idle);
+            if let Some(tenant) = open.by_hello.remove(&idle) {
+                open.failures_before += tenant.upstream.failures();
+            }
         }
         let upstream = self.source.open(who)?;
         open.opened += 1;
         let digest = blake3::hash(who.tenant.as_bytes());
         let digest = u128::from_le_bytes(*digest.as_bytes().first_chunk().unwrap_or(&[0; 16]));
         let queue = Mutex::new(Queue { unwritten: open.opened << 32, ..Queue::default() });
-        let tenant = Arc::new(Tenant { digest, who: who.clone(), upstream, queue, progress: Condvar::new() });
+        let tenant = Arc::new(Tenant {
+            digest,
+            who: who.clone(),
+            upstream,
+            failures_seen: AtomicU64::new(0),
+            queue,
+            progress: Condvar::new(),
+        });
         open.by_hello.insert(who.clone(), Arc::clone(&tenant));
         Ok(tenant)
     }
@@ -127,6 +143,21 @@ impl Tenants {
     /// All that are open.
     pub fn all(&self) -> Vec<Arc<Tenant>> {
         self.open().by_hello.values().cloned().collect()
+    }
+
+    /// How often the store has failed, whoever it was asked for, and why at last.
+    pub fn trouble(&self) -> (u64, Option<String>) {
+        let mut open = self.open();
+        let Open { failures_before, by_hello, told, .. } = &mut *open;
+        let mut all = *failures_before;
+        for tenant in by_hello.values() {
+            let failures = tenant.upstream.failures();
+            all += failures;
+            if failures > tenant.failures_seen.swap(failures, Ordering::Relaxed) {
+                *told = tenant.upstream.trouble();
+            }
+        }
+        (all, told.clone())
     }
 
     /// Another size of blocks in use under a fingerprint, or 0. That of a writer is noted.

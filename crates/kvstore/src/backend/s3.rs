@@ -90,6 +90,12 @@ impl S3 {
         if !named(&config.folder) {
             return Err(Error::Invalid("a folder of a bucket is named by 1 to 64 of a-z, 0-9 and -".into()));
         }
+        let bucket = &config.bucket;
+        if !(3..=63).contains(&bucket.len())
+            || !bucket.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_'))
+        {
+            return Err(Error::Invalid(format!("{bucket:?} names no bucket: 3 to 63 of a-z, 0-9, - and .")));
+        }
         let http = config.endpoint.starts_with("http://");
         if !http && !config.endpoint.starts_with("https://") {
             return Err(Error::Invalid(format!(

@@ -189,7 +189,7 @@ fn faults_come_and_go() {
 #[cfg(feature = "s3")]
 #[test]
 fn an_s3_configuration_that_makes_no_sense_is_refused() {
-    let good = S3Config { endpoint: "http://127.0.0.1:1".into(), bucket: "b".into(), ..S3Config::default() };
+    let good = S3Config { endpoint: "http://127.0.0.1:1".into(), bucket: "kv1".into(), ..S3Config::default() };
     assert!(S3::new(&good).is_ok());
     let bad = |config| assert!(matches!(S3::new(&config), Err(Error::Invalid(_))));
     bad(S3Config { endpoint: "ftp://x".into(), ..good.clone() });

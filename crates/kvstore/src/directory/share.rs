@@ -18,6 +18,7 @@ use super::soft::{Settings, SoftDirectory};
 use crate::error::Error;
 use crate::key::ObjectId;
 use crate::store::{Elsewhere, Store, Told};
+use crate::trouble::Trouble;
 
 /// Threads that ask, and questions that wait for one. Further ones are misses.
 const ASKERS: usize = 4;
@@ -119,6 +120,11 @@ impl Share {
     /// Whether the server answered when it was last asked.
     pub fn is_up(&self) -> bool {
         self.inner.up.load(Ordering::Relaxed)
+    }
+
+    /// See [`SoftDirectory::trouble`].
+    pub fn trouble(&self) -> &Trouble {
+        self.inner.directory.trouble()
     }
 }
 

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use crate::error::Error;
 use crate::net::Socket;
 use crate::server::gate::Gate;
+use crate::server::not_bound;
 
 /// Longest head of a request, bytes.
 const MAX_HEAD: usize = 8 << 10;
@@ -44,7 +45,7 @@ impl Http {
     /// [`Error::Io`].
     pub fn start(address: &str, pages: Arc<dyn Pages>) -> Result<Self, Error> {
         let what = || format!("listening on {address} for metrics");
-        let listener = TcpListener::bind(address).map_err(Error::io(what()))?;
+        let listener = TcpListener::bind(address).map_err(|error| not_bound(what(), error))?;
         let bound = listener.local_addr().map_err(Error::io(what()))?;
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);

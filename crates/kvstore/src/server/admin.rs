@@ -108,6 +108,6 @@ fn stats(store: &Store, traffic: Option<&Traffic>) -> Value {
         "counts": counts,
         "blocks": stats.blocks, "slices": stats.slices, "bytes": stats.bytes, "live": stats.live, "sealed": stats.sealed,
         "segments": stats.segments, "pending": stats.pending, "memory": stats.memory, "capacity": store.config().capacity,
-        "media": media, "server": server,
+        "media": media, "server": server, "last_failure": store.trouble().latest(),
     })
 }

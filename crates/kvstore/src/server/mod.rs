@@ -10,6 +10,7 @@ pub(crate) mod gate;
 mod serve;
 
 use std::collections::HashMap;
+use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
@@ -194,15 +195,29 @@ pub(crate) enum Listener {
     Unix(UnixListener, std::path::PathBuf),
 }
 
+/// Why nobody can be listened to at an address, and what to do about it.
+pub(crate) fn not_bound(what: String, error: io::Error) -> Error {
+    let advice = match error.kind() {
+        io::ErrorKind::AddrInUse => "stop who has it, or name another port",
+        io::ErrorKind::AddrNotAvailable => "name an address of this machine",
+        io::ErrorKind::PermissionDenied => "name a port above 1023, or run as who may",
+        _ => return Error::io(what)(error),
+    };
+    Error::io(what)(io::Error::new(error.kind(), format!("{error}: {advice}")))
+}
+
 impl Listener {
     pub(crate) fn bind(address: &Address) -> Result<Self, Error> {
         let what = format!("listening on {address}");
         match address {
-            Address::Tcp(name) => Ok(Self::Tcp(TcpListener::bind(name).map_err(Error::io(what))?)),
+            Address::Tcp(name) => Ok(Self::Tcp(TcpListener::bind(name).map_err(|error| not_bound(what, error))?)),
             Address::Unix(path) => {
                 // A socket that a killed server left answers nobody; one that answers is somebody's.
                 if std::os::unix::net::UnixStream::connect(path).is_ok() {
-                    return Err(Error::Invalid(format!("{} is in use by another server", path.display())));
+                    return Err(Error::Invalid(format!(
+                        "{} is in use by another server: stop it, or name another socket",
+                        path.display()
+                    )));
                 }
                 if path
                     .symlink_metadata()

@@ -10,6 +10,7 @@ use crate::agent::AgentConfig;
 use crate::cluster::ClusterConfig;
 use crate::error::Error;
 use crate::net::Address;
+use crate::sizes::in_words;
 use crate::tier::entry_points;
 use crate::tls::ClientTls;
 use crate::wire::Role;
@@ -42,11 +43,15 @@ impl AgentSettings {
             Some(Time(time)) if time.is_zero() => invalid(key, "0 is too little"),
             Some(Time(time)) => Ok(time),
         };
+        // What is not given follows what is: half of the arena for the backlog, all of the backlog for one request, as far as that is less.
+        let arena_bytes = or(given.arena, base.arena_bytes.max(4 * u64::from(max_object)), |Size(bytes)| bytes);
+        let backlog_bytes = size(given.backlog, base.backlog_bytes.min(arena_bytes / 2));
+        let at_once = size(given.at_once, base.at_once.max(max_object.into()).min(backlog_bytes));
         let config = AgentConfig {
             socket: given.socket.unwrap_or_else(|| default_socket(variables)),
-            arena_bytes: size(given.arena, base.arena_bytes),
-            backlog_bytes: size(given.backlog, base.backlog_bytes),
-            at_once: size(given.at_once, base.at_once),
+            arena_bytes,
+            backlog_bytes,
+            at_once,
             max_object,
             fetchers: given.fetchers.unwrap_or(base.fetchers),
             writers: given.writers.unwrap_or(base.writers),
@@ -58,12 +63,14 @@ impl AgentSettings {
             return invalid("agent.socket", format!("{} is no absolute path", config.socket.display()));
         }
         let least = [
-            ("agent.at_once", config.at_once, u64::from(max_object), "store.max_object"),
-            ("agent.backlog", config.backlog_bytes, config.at_once, "agent.at_once"),
-            ("agent.arena", config.arena_bytes / 2, config.backlog_bytes, "twice agent.backlog"),
+            ("agent.arena", arena_bytes / 2, backlog_bytes.max(max_object.into()), 2),
+            ("agent.backlog", backlog_bytes, at_once.max(max_object.into()), 1),
+            ("agent.at_once", at_once, max_object.into(), 1),
         ];
-        if let Some((key, _, _, bound)) = least.iter().find(|(_, value, least, _)| value < least) {
-            return invalid(key, format!("it is less than {bound}"));
+        if let Some((key, value, least, times)) = least.into_iter().find(|(_, value, least, _)| value < least) {
+            let (value, least) = (in_words(value * times), in_words(least * times));
+            let why = "an arena is twice agent.backlog, which is agent.at_once, which is store.max_object, or more";
+            return invalid(key, format!("{value} is too little: give {least}, or less of the others ({why})"));
         }
         for (key, count) in [("agent.fetchers", config.fetchers), ("agent.writers", config.writers)] {
             if !(1..=1024).contains(&count) {

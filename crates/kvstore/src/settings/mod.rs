@@ -225,7 +225,11 @@ fn store(given: &raw::Store, lifetimes: Lifetimes, media: &MediaSettings) -> Res
             );
         }
     }
-    for (key, value) in [("store.piece_bytes", config.piece_bytes), ("store.pending_bytes", config.pending_bytes)] {
+    for (key, value) in [
+        ("store.max_object", max_object),
+        ("store.piece_bytes", config.piece_bytes),
+        ("store.pending_bytes", config.pending_bytes),
+    ] {
         if value == 0 {
             return invalid(key, "0 is too little");
         }

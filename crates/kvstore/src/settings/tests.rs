@@ -124,6 +124,7 @@ fn what_makes_no_sense_is_refused_by_name() {
     refused("[store]\nbatch_bytes = \"1GiB\"", &[], &["store.batch_bytes", "media.segment_bytes"]);
     refused("[store]\nmax_object = \"5GiB\"", &[], &["store.max_object"]);
     refused("[store]\npiece_bytes = 0", &[], &["store.piece_bytes"]);
+    refused("[store]\nmax_object = 0", &[], &["store.max_object", "too little"]);
     refused("[store]\ntend_every = 0", &[], &["store.tend_every"]);
     refused("[lifetimes]\nchat = \"0s\"", &[], &["lifetimes.chat"]);
     refused("[lifetimes]\nbot = 1", &[], &["lifetimes", "bot"]);
@@ -199,6 +200,14 @@ fn a_directory_joins_stores_over_one_back_end() {
     refused(&text(""), &[word], &["password", "directory.servers"]);
     refused(&text("servers = [\"redis://a:1\", \"http://b\"]"), &[], &["directory.servers[1]", "redis://host:port"]);
     refused(&text("servers = [\"redis://:hush@a:1\"]"), &[], &["directory.servers[0]", "password"]);
+    let protected = "servers = [\"rediss://10.0.0.5:6379\"]";
+    assert!(load(&text(protected), &[]).unwrap().directory.unwrap().authorities.is_none());
+    refused(&text(&format!("{protected}\ntls_ca = \"/nowhere\"")), &[], &["directory.tls_ca", "/nowhere"]);
+    refused(&text(&format!("{protected}\ntls_ca = \"/dev/null\"")), &[], &["directory.tls_ca", "no certificate"]);
+    refused(&text(&format!("{one}\ntls_ca = \"/dev/null\"")), &[], &["directory.tls_ca", "rediss://"]);
+    refused(&text("tls_ca = \"/dev/null\""), &[], &["directory.tls_ca", "directory.servers"]);
+    refused(&text("servers = [\"rediss://a:1/#insecure\"]"), &[], &["directory.servers[0]", "rediss://host:port"]);
+    refused(&text("servers = [\"rediss://a:1\", \"redis://b:1\"]"), &[], &["rediss://"]);
     refused(&text(&format!("{one}\nprefix = \"A:\"")), &[], &["directory.prefix"]);
     refused(&text(&format!("{one}\ntimeout = 0")), &[], &["directory.timeout"]);
     refused(&text(&format!("{one}\nretry = \"2m\"")), &[], &["directory.retry"]);
@@ -210,7 +219,7 @@ fn a_directory_joins_stores_over_one_back_end() {
 #[test]
 fn buckets_need_keys_which_come_from_the_environment() {
     let text = |more: &str| {
-        format!("[media]\nkind = \"objects\"\ns3 = {{ endpoint = \"http://127.0.0.1:1\", bucket = \"b\"{more} }}")
+        format!("[media]\nkind = \"objects\"\ns3 = {{ endpoint = \"http://127.0.0.1:1\", bucket = \"kv1\"{more} }}")
     };
     let keys = [("DEEPINFER_KVSTORE_S3_ACCESS_KEY", "access"), ("DEEPINFER_KVSTORE_S3_SECRET_KEY", "hushhush")];
     let settings = load(&text(""), &keys).unwrap();
@@ -222,6 +231,9 @@ fn buckets_need_keys_which_come_from_the_environment() {
     load(&text(own), &[("DEEPINFER_KVSTORE_MINE", "a"), ("OTHER", "b")]).unwrap();
     refused(&text(own), &keys, &["media.s3.access_key_env", "DEEPINFER_KVSTORE_MINE"]);
     refused(&text(""), &[], &["media.s3.access_key_env", "AWS_ACCESS_KEY_ID"]);
+    for bucket in ["ab", "a b c", "../kv", &"a".repeat(64)] {
+        refused(&text("").replace("kv1", bucket), &keys, &["media.s3", "3 to 63"]);
+    }
     refused(&text(", folder = \"../x\""), &keys, &["media.s3"]);
     refused(&text(", secret = \"x\""), &keys, &["media.s3", "unknown field `secret`"]);
     refused("[media]\nkind = \"objects\"\ns3 = { endpoint = \"http://x\" }", &keys, &["media.s3.bucket", "needed"]);
@@ -267,11 +279,30 @@ fn an_agent_has_a_socket_a_store_and_memory() {
     assert_eq!((token(Role::Get), token(Role::Put)), (Some(b"a-token-of-getting-it".to_vec()), None));
     refused("[agent]\nsocket = \"here\"", &[], &["agent.socket", "absolute"]);
     refused("[agent]\nupstream = \"ftp://x\"", &[], &["agent.upstream", "tcp://host:port"]);
-    refused("[agent]\narena = \"1GiB\"", &[], &["agent.arena", "twice agent.backlog"]);
-    refused("[agent]\nat_once = 5", &[], &["agent.at_once", "store.max_object"]);
-    refused("[agent]\nbacklog = \"1MiB\"", &[], &["agent.backlog", "agent.at_once"]);
     refused("[agent]\nfetchers = 0", &[], &["agent.fetchers"]);
     refused("[agent]\nlease = 0", &[], &["agent.lease"]);
     refused("[agent]\nmetrics = \"x\"", &[], &["agent.metrics"]);
     refused("[agent]\nupstream = \"own\"\ntls_ca = \"/x\"", &[], &["agent.tls_ca"]);
+}
+
+#[test]
+fn sizes_of_an_agent_may_be_given_one_at_a_time() {
+    let sizes = |text: &str| {
+        let config = load(text, &[]).unwrap().agent.config;
+        [config.arena_bytes, config.backlog_bytes, config.at_once].map(|bytes| bytes >> 20)
+    };
+    assert_eq!(sizes(""), [4096, 1024, 64]);
+    assert_eq!(sizes("[agent]\narena = \"64GiB\""), [65536, 1024, 64]);
+    assert_eq!(sizes("[agent]\narena = \"256MiB\""), [256, 128, 64]);
+    assert_eq!(sizes("[agent]\narena = \"64MiB\""), [64, 32, 32]);
+    assert_eq!(sizes("[agent]\nbacklog = \"32MiB\""), [4096, 32, 32]);
+    assert_eq!(sizes("[agent]\nat_once = \"512MiB\""), [4096, 1024, 512]);
+    let large = "[store]\nmax_object = \"100MiB\"\nbatch_bytes = \"110MiB\"";
+    assert_eq!(sizes(large), [4096, 1024, 100]);
+    // What does not fit says what would.
+    refused("[agent]\narena = \"1MiB\"", &[], &["agent.arena: 1 MiB", "give 32 MiB", "store.max_object"]);
+    refused("[agent]\nbacklog = \"3GiB\"", &[], &["agent.arena: 4 GiB", "give 6 GiB"]);
+    refused("[agent]\nbacklog = \"1MiB\"", &[], &["agent.backlog: 1 MiB", "give 16 MiB"]);
+    refused("[agent]\nat_once = 5", &[], &["agent.at_once: 5 bytes", "give 16 MiB"]);
+    refused("[agent]\nat_once = \"2GiB\"", &[], &["agent.backlog: 1 GiB", "give 2 GiB"]);
 }

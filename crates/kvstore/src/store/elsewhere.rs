@@ -209,7 +209,10 @@ impl Store {
                     Err(Error::Invalid(text)) => answers[at] = Got::Refused(Error::Invalid(text)),
                     // Moved, deleted, or damaged where it lies: its own store finds out.
                     Err(Error::Damaged(..)) => stale.push(hint),
-                    Err(_) => add(&self.counters.read_errors, 1),
+                    Err(error) => {
+                        add(&self.counters.read_errors, 1);
+                        self.trouble.note(error);
+                    }
                 }
             }
         }

@@ -127,10 +127,16 @@ impl Store {
                 match result {
                     Ok(()) => answers[at] = Got::Hit { len: entry.len, checksum: entry.checksum },
                     Err(Error::Invalid(text)) => answers[at] = Got::Refused(Error::Invalid(text)),
-                    Err(Error::Damaged(..)) => self.quarantine(&entry),
+                    Err(error @ Error::Damaged(..)) => {
+                        self.trouble.note(error);
+                        self.quarantine(&entry);
+                    }
                     // Gone, or moved meanwhile.
                     Err(Error::Unavailable(_)) => open.push(at),
-                    Err(_) => add(&self.counters.read_errors, 1),
+                    Err(error) => {
+                        add(&self.counters.read_errors, 1);
+                        self.trouble.note(error);
+                    }
                 }
             }
         }
@@ -189,9 +195,10 @@ impl Store {
         }
         add(&self.counters.quarantined, 1);
         let noted = self.catalogue.add_bad(&[(entry.place, entry.id)], Bad::Damaged, self.now());
-        if noted.is_err() {
+        if let Err(error) = noted {
             // The checksum finds it again after the restart.
             add(&self.counters.write_errors, 1);
+            self.trouble.note(error);
         }
     }
 

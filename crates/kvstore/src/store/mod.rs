@@ -42,6 +42,7 @@ use crate::object::{Class, Meta, TenantId};
 use crate::policy::{Lifetimes, Policy, PolicyKind, Retention};
 use crate::record::span;
 use crate::root::Root;
+use crate::trouble::Trouble;
 use collect::Collection;
 use live::{Live, Tickets};
 use pending::Pending;
@@ -144,6 +145,7 @@ pub struct Store {
     touches: Mutex<Touches>,
     upkeep: Mutex<Option<std::thread::Thread>>,
     counters: Counters,
+    trouble: Trouble,
     draining: AtomicBool,
     /// Bytes appended since collection last looked.
     appended: AtomicU64,
@@ -213,6 +215,7 @@ impl Store {
             touches: Mutex::default(),
             upkeep: Mutex::default(),
             counters: Counters::default(),
+            trouble: Trouble::default(),
             draining: AtomicBool::new(false),
             appended: AtomicU64::new(0),
             scrubbed: Mutex::new(0),
@@ -340,6 +343,11 @@ impl Store {
         let lifetimes = kept.retention.lifetimes().with(class, seconds);
         kept.retention.set_lifetimes(lifetimes);
         Ok(())
+    }
+
+    /// What went wrong at the media or the catalogue, and writes of other bytes under a name that is there.
+    pub fn trouble(&self) -> &Trouble {
+        &self.trouble
     }
 
     /// Counters and sizes.

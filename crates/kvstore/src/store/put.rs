@@ -156,7 +156,10 @@ impl Store {
             return self.count(Put::Exists);
         }
         match rule {
-            Rule::Exact => self.count(Put::Conflict),
+            Rule::Exact => {
+                self.trouble.note(Error::Conflict(entry.id));
+                self.count(Put::Conflict)
+            }
             Rule::FirstStays => {
                 add(&self.counters.differs, 1);
                 self.count(Put::Exists)
@@ -174,6 +177,11 @@ impl Store {
             Put::Failed(Error::Full(_)) => &counters.full,
             Put::Failed(_) => &counters.write_errors,
         };
+        match &put {
+            Put::Failed(Error::Invalid(_)) => {}
+            Put::Failed(error) => self.trouble.note(error),
+            _ => {}
+        }
         add(counter, 1);
         put
     }

@@ -70,6 +70,14 @@ impl Synced {
         self.progress().synced
     }
 
+    /// What is written to a file whose name was deleted is lost when it is closed: it must not count as kept.
+    fn is_there(&self) -> io::Result<()> {
+        match rustix::fs::fstat(&self.file)?.st_nlink {
+            0 => Err(io::Error::new(io::ErrorKind::NotFound, "somebody has deleted its file")),
+            _ => Ok(()),
+        }
+    }
+
     /// Waits until all before `end` is on the disk.
     pub(crate) fn wait(&self, io: &dyn Io, end: u64) -> Result<(), Error> {
         let mut progress = self.progress();
@@ -87,7 +95,7 @@ impl Synced {
             progress.syncing = true;
             let target = progress.written;
             drop(progress);
-            let result = io.sync(&self.file);
+            let result = io.sync(&self.file).and_then(|()| self.is_there());
             progress = self.progress();
             progress.syncing = false;
             match result {

@@ -354,6 +354,24 @@ fn a_deleted_segment_reads_on_and_its_number_is_not_given_again() {
 }
 
 #[test]
+fn nothing_is_acknowledged_of_a_file_that_somebody_deleted() {
+    let kit = Kit::new();
+    let (_root, local) = kit.open();
+    let kept = append(&local, &[(1, 100)]).unwrap();
+    std::fs::remove_file(kit.segment(1)).unwrap();
+    let error = append(&local, &[(2, 100)]).unwrap_err();
+    assert!(matches!(error, Error::Io { .. }) && error.to_string().contains("deleted"), "{error}");
+    // The next one goes where it stays.
+    let next = append(&local, &[(3, 100)]).unwrap();
+    assert_eq!(next[0].0.segment, 2);
+    assert_eq!(read(&local, next[0].0, next[0].1).unwrap(), bytes(3, 100));
+    assert!(read(&local, kept[0].0, kept[0].1).is_err());
+    // Nor where there is no folder any more.
+    std::fs::remove_dir_all(kit.segment(2).parent().unwrap()).unwrap();
+    assert!(append(&local, &[(4, 100)]).is_err() && append(&local, &[(5, 100)]).is_err());
+}
+
+#[test]
 fn a_damaged_footer_costs_nothing_but_time() {
     let kit = Kit::new();
     let (root, local) = kit.open();
