@@ -230,6 +230,33 @@ fn scrubbing_finds_what_nobody_reads() {
 }
 
 #[test]
+fn what_somebody_deleted_is_no_longer_there_and_may_be_written_again() {
+    let kit = Kit::new();
+    let store = kit.open();
+    let objects = blocks(1, 0, 6, 1024);
+    store_all(&store, &objects);
+    for deleted in 1..=2 {
+        // Nothing has read it, so that no descriptor keeps the file.
+        std::fs::remove_file(kit.segment(deleted)).unwrap();
+        if deleted == 1 {
+            assert!(!has(&store, &objects[5]));
+            assert!(store.trouble().latest().unwrap().contains("gone"));
+            assert!(!has(&store, &objects[0]), "a link that others hang off is a miss as well");
+        }
+        assert!(store.scrub(1 << 30).damaged > 0);
+        assert!(!objects.iter().any(|object| has(&store, object)));
+        // The first batch finds out that its file is nobody's, the next one has another.
+        assert!(put(&store, &objects).iter().all(|put| matches!(put, Put::Failed(_))));
+        store_all(&store, &objects);
+    }
+    assert_eq!(found(&store, &chain(1, 6)), 6);
+    assert!(objects.iter().all(|object| has(&store, object)));
+    drop(store);
+    let store = kit.open();
+    assert!(objects.iter().all(|object| has(&store, object)));
+}
+
+#[test]
 fn what_is_removed_stays_away() {
     let kit = Kit::new();
     let store = kit.open();

@@ -207,7 +207,9 @@ impl Store {
             match result {
                 // The copy says when it was last used, so that its life goes on from there after a restart.
                 Ok(()) => whole.push((Meta { parent: *parent, ..meta_of(entry) }, entry.place, buffer)),
-                Err(Error::Damaged(..)) => self.quarantine(entry),
+                Err(Error::Damaged(..)) => {
+                    self.quarantine(entry);
+                }
                 Err(error) => failed = Some(error),
             }
         }

@@ -128,8 +128,11 @@ impl Store {
                     Ok(()) => answers[at] = Got::Hit { len: entry.len, checksum: entry.checksum },
                     Err(Error::Invalid(text)) => answers[at] = Got::Refused(Error::Invalid(text)),
                     Err(error @ Error::Damaged(..)) => {
-                        self.trouble.note(error);
-                        self.quarantine(&entry);
+                        if self.quarantine(&entry) {
+                            self.trouble.note(error);
+                        } else {
+                            open.push(at);
+                        }
                     }
                     // Gone, or moved meanwhile.
                     Err(Error::Unavailable(_)) => open.push(at),
@@ -177,14 +180,14 @@ impl Store {
         }
     }
 
-    /// Takes an object whose bytes are wrong out of sight, now and after every restart.
-    pub(super) fn quarantine(&self, entry: &Entry) {
+    /// Takes an object whose bytes are wrong, or gone, out of sight, now and after every restart; false where it lies elsewhere by now.
+    pub(super) fn quarantine(&self, entry: &Entry) -> bool {
         {
             let mut kept = self.kept_mut();
             let Kept { retention, live } = &mut *kept;
-            let Some((slot, found)) = retention.get(entry.id) else { return };
+            let Some((slot, found)) = retention.get(entry.id) else { return false };
             if found.place != entry.place {
-                return;
+                return false;
             }
             if let Some(removed) = retention.lose(slot) {
                 live.drop_removed(&removed);
@@ -200,6 +203,7 @@ impl Store {
             add(&self.counters.write_errors, 1);
             self.trouble.note(error);
         }
+        true
     }
 
     /// Removes objects for good: they do not come back at a restart. Blocks that have children stay. How many went, slices with their blocks.

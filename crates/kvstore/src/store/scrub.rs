@@ -40,8 +40,7 @@ impl Store {
             let read = Read { place: entry.place, meta: meta_of(&entry), start: 0, into: &mut buffer };
             match self.media.read(&mut [read]).pop() {
                 Some(Err(Error::Damaged(..))) => {
-                    self.quarantine(&entry);
-                    did.damaged += 1;
+                    did.damaged += u64::from(self.quarantine(&entry));
                 }
                 Some(Err(Error::Io { .. })) => did.errors += 1,
                 _ => {}

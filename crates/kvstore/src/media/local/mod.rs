@@ -188,7 +188,8 @@ impl Local {
             return Err(Error::Invalid(format!("{} has {} bytes: {end} were asked for", meta.id, meta.len)));
         }
         let file = self.files.get(place.segment).map_err(|error| match error.kind() {
-            ErrorKind::NotFound => Error::Unavailable(format!("segment {:08x} is gone", place.segment)),
+            // Collected, and the object lies elsewhere by now; or somebody else deleted it.
+            ErrorKind::NotFound => Error::Damaged(meta.id, format!("segment {:08x} is gone", place.segment)),
             _ => Error::io(format!("open segment {:08x}", place.segment))(error),
         })?;
         let at = u64::from(place.offset) * ALIGN;

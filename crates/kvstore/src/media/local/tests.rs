@@ -203,7 +203,7 @@ fn ranges_are_held_to_their_header() {
     assert!(matches!(part(place, other, 0, 9000), Err(Error::Damaged(..))));
     let nowhere = Place { segment: place.segment, offset: place.offset + 1000 };
     assert!(matches!(part(nowhere, meta, 0, 9000), Err(Error::Damaged(..))));
-    assert!(matches!(part(Place { segment: 99, offset: 1 }, meta, 0, 9000), Err(Error::Unavailable(_))));
+    assert!(matches!(part(Place { segment: 99, offset: 1 }, meta, 0, 9000), Err(Error::Damaged(..))));
     kit.disk.fail_read.store(true, Ordering::Relaxed);
     assert!(matches!(part(place, meta, 0, 9000), Err(Error::Io { .. })));
 }
@@ -346,7 +346,7 @@ fn a_deleted_segment_reads_on_and_its_number_is_not_given_again() {
         local.read_whole(&held, u64::from(place.offset) * ALIGN + 128, &mut vec![0; 3000]).unwrap(),
         meta.checksum
     );
-    assert!(matches!(read(&local, place, meta), Err(Error::Unavailable(_))));
+    assert!(matches!(read(&local, place, meta), Err(Error::Damaged(..))));
     assert!(matches!(local.delete(1), Err(Error::Invalid(_))));
     drop((root, local));
     let (_root, local) = kit.open();
