@@ -4,8 +4,10 @@ what stays packed, what a configuration alone makes of it, and what is refused."
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,7 @@ def config_of(kind: str, **more: Any) -> dict[str, Any]:
 def packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay packed on a CPU, too."""
     monkeypatch.setattr(load, "keeps_packed", lambda dtype, device: True)
+    monkeypatch.setattr(load, "leaves_room", lambda nbytes, device: False)
 
 
 @pytest.fixture
@@ -155,10 +158,16 @@ def test_what_cannot_stay_packed_is_an_error_if_it_must(tmp_path: Path, packing:
 
 
 @pytest.mark.parametrize(("dtype", "device", "packed"), [("float32", "cuda", 0), ("bfloat16", "cpu", 0), ("bfloat16", "cuda", 1)])
-def test_packed_on_a_gpu_in_sixteen_bits(dtype: str, device: str, packed: int, tmp_path: Path) -> None:
-    """By default, and counted before anything is loaded."""
+def test_packed_on_a_gpu_in_sixteen_bits(dtype: str, device: str, packed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default if expanded weights took more than half of the GPU, and counted before anything is loaded."""
     fp8, _ = write_pair(tmp_path, config_of("llama"))
     kind = getattr(torch, dtype)
+    spread = model_of_size(resolve_model(fp8), kind, torch.device(device), "auto", "expanded")
+    whole, numbers = resident_bytes(spread), sum(map(math.prod, spread.parameter_shapes().values()))
+    for memory, room in ((4 * numbers, True), (4 * numbers - 1, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, memory=memory: SimpleNamespace(total_memory=memory))
+        auto = resident_bytes(model_of_size(resolve_model(fp8), kind, torch.device(device), "auto", "auto"))
+        assert (auto == whole) == (room or not packed)
     for load_format in ("auto", "dummy"):
         auto, expanded = (
             resident_bytes(model_of_size(resolve_model(fp8), kind, torch.device(device), load_format, form))
@@ -250,7 +259,7 @@ def test_a_configuration_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     source = resolve_model(str(tmp_path))
     models = []
-    for form in ("auto", "expanded"):
+    for form in ("packed", "expanded"):
         model, stored = load._prepared(source, torch.bfloat16, CUDA, "dummy", 3, form, torch.device("cpu"))  # type: ignore[arg-type]
         assert isinstance(model, LlamaModel)
         model.finish_loading = lambda: None  # type: ignore[method-assign]

@@ -57,7 +57,7 @@ ENGINE_OPTIONS = (
     Option("load_format", "how weights are read; dummy needs only a configuration", str, ("auto", "safetensors", "gguf", "dummy")),
     Option("dtype", "type of weights and KV (default: auto)", str, ("auto", "float32", "bfloat16", "float16")),
     Option("device", "auto, cpu, cuda or cuda:N (default: auto)", str, metavar="DEVICE"),
-    Option("weights", "FP8 weights: packed as stored, or expanded (default: packed on a GPU)", str, ("auto", "packed", "expanded")),
+    Option("weights", "FP8 weights: packed as stored, or expanded (default: by room)", str, ("auto", "packed", "expanded")),
     Option("quantization", "expected format of the weights; checked against the checkpoint", str, metavar="FORMAT"),
     Option("max_model_len", "most tokens of one sequence, prompt and answer together", int),
     Option("max_num_seqs", "most sequences running at once", int),

@@ -64,7 +64,8 @@ class EngineConfig:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; ``auto`` takes ``DEEPINFER_ACCELERATOR``, then a GPU if there is one.
         quantization: ``fp8`` or ``gguf`` to insist on it; what a checkpoint declares is read anyway. Others are refused by name.
         weights: whether FP8 weights stay ``packed`` (half the memory, the same results) or are ``expanded`` to ``dtype`` when loaded;
-            ``auto`` = packed on a GPU with kernels for them. ``packed`` is an error where they cannot stay so.
+            ``auto`` = expanded, which is faster, unless they took more than half of a GPU. ``packed`` is an error where
+            they cannot stay so.
         max_model_len: longest prompt plus answer, in tokens; ``None`` = the model's own limit, lowered to what the KV memory holds.
         max_num_seqs: most sequences in one step; ``None`` = 64 on a CPU, 256 on a GPU (never above ``max_num_batched_tokens``).
         max_num_batched_tokens: most token rows in one step; longer prompts are cut in chunks. ``None`` = 512 on a CPU, 8192 on a GPU.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Protocol, get_args, runtime_checkable
 
 import torch
@@ -76,16 +77,25 @@ def keeps_packed(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cuda" and dtype != torch.float32
 
 
+def leaves_room(nbytes: int, device: torch.device) -> bool:
+    """Whether weights of ``nbytes`` leave half of a GPU's memory to KV."""
+    return 2 * nbytes <= torch.cuda.get_device_properties(device).total_memory
+
+
 def _prepared(
     source: ResolvedModel, dtype: torch.dtype, device: torch.device, load_format: str, seed: int, form: WeightForm, place: torch.device
 ) -> tuple[LoadableModel, WeightSource]:
     """The model with memory on ``place`` and nothing in it, as it runs on ``device``, and what fills it. Weights stay packed that the
-    source, the family and the device can keep so."""
+    source, the family and the device can keep so, if ``form`` wants it or expanded ones left too little room."""
     family = resolve_architecture(source.architecture)
     weights = _source(source, load_format, seed, family, dtype)
     make: Callable[..., LoadableModel] | None = getattr(family, "from_packed", None)  # see PackingModel
     if form == "expanded" or make is None or not isinstance(weights, Fp8Source) or not keeps_packed(dtype, device):
         return family.from_config(source.config, dtype, place), weights
+    if form == "auto":
+        shapes = family.from_config(source.config, dtype, torch.device("meta")).parameter_shapes()
+        if leaves_room(sum(map(prod, shapes.values())) * dtype.itemsize, device):
+            return family.from_config(source.config, dtype, place), weights
     packable = weights.packable()
     model = make(source.config, dtype, place, packable)
     check_model(model)
@@ -118,7 +128,7 @@ def load_model(
     ``load_format``: ``auto``, ``safetensors``, ``gguf`` or ``dummy`` (random weights from ``seed``, needs only the config).
     ``progress(done, total)`` counts bytes of parameters. Without ``batch_invariant`` a family may take its fastest way for every number of
     rows, if it has one (``base.BatchDependentModel``). ``weights``: whether those of FP8 checkpoints stay ``packed`` (an error where they
-    cannot) or are ``expanded``; ``auto``: packed on a GPU that has kernels for them. Raises ``UnsupportedModelError``,
+    cannot) or are ``expanded``; ``auto``: expanded unless they took more than half of a GPU. Raises ``UnsupportedModelError``,
     ``UnsupportedConfigError``, ``UnsupportedFormatError``, ``CheckpointError`` or ``ConfigError``; ``ModelContractError`` for a family of
     another package that does not keep the contract of ``base``.
     """
