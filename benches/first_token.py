@@ -84,8 +84,8 @@ def main() -> None:
     seen = [start(argv) for _ in range(args.starts)]
     from deepinfer.cli import machine
 
-    seconds = {part: round(statistics.median(s[part] for s in seen), 2) for part in _PARTS}
-    spread = {part: [round(f(s[part] for s in seen), 2) for f in (min, max)] for part in _PARTS}
+    seconds = {part: round(statistics.median(s[part] for s in seen), 4) for part in _PARTS}
+    spread = {part: [round(f(s[part] for s in seen), 4) for f in (min, max)] for part in _PARTS}
     result = {
         "machine": machine.in_words(seen[0]["device"], None),
         "starts": args.starts,

@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM", "PrefillDecodePair"]
 
-_AT_ONCE = 256
-"""Requests of a call that are handed over under one hold of Ctrl-C: some milliseconds."""
-
 _REST = 0.01
 """Longest sleep of a turn that found nothing to run, seconds: other threads wait for theirs, and so does Ctrl-C."""
 
@@ -261,8 +258,8 @@ class LLM:
         requests = self._prepare_all(prompts, params, ids)
         done: dict[str, RequestOutput] = {}
         with _progress(len(prompts), use_tqdm) as bar, self._aborting(ids):
-            for at in range(0, len(requests), _AT_ONCE):
-                self._submit(requests[at : at + _AT_ONCE], "final")
+            for request, text in requests:
+                self._submit(request, text, "final")
             wanted = set(ids)
             while len(done) < len(wanted):
                 with self._lock:
@@ -337,7 +334,7 @@ class LLM:
         request_id = self._inputs.new_request_id()
         request, text = self._prepare(prompt, params, request_id, None, stream=True)
         with hold_interrupts():
-            self._submit([(request, text)], mode)
+            self._submit(request, text, mode)
             return RequestStream(self, request_id)
 
     def add_request(
@@ -364,7 +361,7 @@ class LLM:
         if not isinstance(request_id, str) or request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use or no string; choose another")
         request, text = self._prepare(prompt, params, request_id, grammar, stream=stream)
-        self._submit([(request, text)], "cumulative" if stream else "final")
+        self._submit(request, text, "cumulative" if stream else "final")
         return request_id
 
     def step(self) -> list[RequestOutput]:
@@ -421,17 +418,16 @@ class LLM:
             self._made = [o for o in self._made if o.request_id != request_id]
             return self._outputs.drop(request_id)
 
-    def _submit(self, requests: Sequence[tuple[EngineRequest, str | None]], mode: OutputMode) -> None:
-        """Ctrl-C waits until both sides know the requests, so that they can be aborted."""
+    def _submit(self, request: EngineRequest, text: str | None, mode: OutputMode) -> None:
+        """Ctrl-C waits until both sides know the request, so that it can be aborted."""
         with hold_interrupts(), self._lock:
             engine = self.engine
-            for request, text in requests:
-                engine.add_request(request)
-                try:
-                    self._outputs.add(request, text, mode)
-                except BaseException:
-                    engine.abort(request.request_id)  # nobody would take its answer
-                    raise
+            engine.add_request(request)
+            try:
+                self._outputs.add(request, text, mode)
+            except BaseException:
+                engine.abort(request.request_id)  # nobody would take its answer
+                raise
 
     def _advance(self) -> bool:
         """One step, the lock held; False if nothing was left to run, because another thread's turns have finished it.
