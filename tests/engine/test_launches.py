@@ -74,8 +74,14 @@ def load(kind: str, said: list[dict[str, Any]], values: dict[str, Any] | None = 
 MODEL = {"argmax/argmax", "embedding/embedding", "rms_norm/rms_norm", "rms_norm/add_rms_norm", "rope_kv/rope_kv", "swiglu/swiglu"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("graphs", ["off", "auto"])
+@pytest.mark.parametrize(
+    ("kind", "graphs"),
+    [
+        pytest.param(kind, graphs, marks=[pytest.mark.nightly] if graphs == "off" and kind != "llama" else [])
+        for kind in KINDS
+        for graphs in ("off", "auto")
+    ],
+)
 def test_steps_launch_with_what_kernels_were_made_for(kind: str, graphs: str) -> None:
     found = factories(load(kind, SAID, cuda_graphs=graphs))
     few = set() if kind == "window_bias" else {"linear/few_rows"}
