@@ -34,6 +34,9 @@ FOLDER_SWITCH = "DEEPINFER_KERNEL_CACHE"
 
 _KERNEL, _FAILED = ".kernel", ".failed"
 
+_FOR_ALL = 0o644
+"""Mode of a file of the store: one user's may serve others."""
+
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a block may have on the architecture kernels are compiled for."""
 
@@ -145,7 +148,7 @@ class KernelStore:
         path = self.folder / f"{op}{_FAILED}"
         with contextlib.suppress(OSError):
             if reason is not None:
-                self._write(path, reason.encode())
+                write_whole(path, reason.encode(), _FOR_ALL)
             elif path.exists():
                 path.unlink()
 
@@ -166,7 +169,7 @@ class KernelStore:
     def keep(self, kernel: StoredKernel) -> None:
         """Writes a kernel. A folder that cannot be written costs time at the next start, not this one: it is a warning."""
         try:
-            self._write(self._path(kernel.digest), kernel.packed())
+            write_whole(self._path(kernel.digest), kernel.packed(), _FOR_ALL)
         except OSError as e:
             if self.unwritten is None:
                 warnings.warn(
@@ -208,19 +211,6 @@ class KernelStore:
     def _path(self, digest: str) -> Path:
         return self.folder / f"{digest}{_KERNEL}"
 
-    def _write(self, path: Path, data: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                os.fchmod(file.fileno(), 0o644)  # others may read it, whatever this user's mask says
-                file.write(data)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-
 
 def _tensor_map(said: dict[str, Any]) -> TensorMap:
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items()}
@@ -238,6 +228,26 @@ def compile_program(program: Program, arch: str) -> StoredKernel:
         raise KernelBuildError(f"{program.name} wants {shared} bytes of shared memory, a block may have {MOST_SHARED}")
     launch = (lowered.entry, lowered.args, lowered.places, lowered.threads, lowered.shared)
     return StoredKernel(program.name, arch, program.digest(arch), compiler(), *launch, used, code, lowered.maps, lowered.cluster)
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """A file that others see whole or not at all, in a folder that is made if need be. Raises ``OSError``, and leaves nothing then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(file.fileno(), mode)  # whatever this user's mask says
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def user_cache(name: str) -> Path:
+    """Where DeepInfer keeps ``name`` for this user, if nothing else is said."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer" / name
 
 
 def distrust(status: os.stat_result) -> str | None:
@@ -258,5 +268,4 @@ def total_bytes(kernels: Iterable[StoredKernel]) -> int:
 def default_store() -> KernelStore:
     """The store of this user: ``$DEEPINFER_KERNEL_CACHE``, else ``deepinfer/kernels`` in the user's cache folder."""
     chosen = os.environ.get(FOLDER_SWITCH)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return KernelStore(Path(chosen) if chosen else base / "deepinfer" / "kernels")
+    return KernelStore(Path(chosen) if chosen else user_cache("kernels"))

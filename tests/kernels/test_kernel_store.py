@@ -53,7 +53,7 @@ def made(program: Program, code: bytes = b"\x7fELF code", arch: str = "sm_90a", 
 def put(folder: Path, program: Program, kernel: StoredKernel | None = None) -> Path:
     """Its file, written as the store writes it."""
     path = KernelStore(folder)._path(program.digest("sm_90a"))
-    KernelStore(folder)._write(path, (kernel or made(program)).packed())
+    store.write_whole(path, (kernel or made(program)).packed(), 0o644)
     return path
 
 

@@ -13,7 +13,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 import tokenizers
 
 from deepinfer.engine import environ
-from deepinfer.kernels.toolchain.store import distrust
+from deepinfer.kernels.toolchain.store import distrust, user_cache, write_whole
 
 ChatTemplates = str | Mapping[str, str]
 """One template, or several by name ("default", "tool_use")."""
@@ -49,7 +48,7 @@ def cache_folder() -> Path | None:
     given: str | None = environ.get("DEEPINFER_TOKENIZER_CACHE")
     if given is not None:
         return Path(given) if given else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer" / "tokenizers"
+    return user_cache("tokenizers")
 
 
 def file_of(source: Path) -> Path | None:
@@ -88,15 +87,7 @@ def keep(file: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str,
         text = backend.to_str()
         if tokenizers.Tokenizer.from_str(text).to_str() != text:
             return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as opened:
-                json.dump(asdict(KeptTokenizer(text, dict(special_tokens), chat_template)), opened)
-            os.replace(temporary, file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(file, json.dumps(asdict(KeptTokenizer(text, dict(special_tokens), chat_template))).encode())
         kept = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for old in kept[:-_KEPT]:
             old.unlink(missing_ok=True)
