@@ -55,6 +55,11 @@ class ProductKernels:
         choice.launch(kernel, x, weight, out)
 
 
+def _kernels_for(few: ProductKernels | None, up_to: int, rows: int) -> ProductKernels | None:
+    """``few`` if it is to run so many rows; ``None``: the library does."""
+    return few if few is not None and rows <= up_to and few.covers(rows) else None
+
+
 class Projection:
     """One weight ``[out, in]`` with optional bias, run by whichever form is fastest at a number of rows that has the same bits.
 
@@ -72,10 +77,11 @@ class Projection:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` ``[R, in]`` → ``[R, out]``."""
         rows = x.shape[0]
-        if self.few is None or rows > self.few_up_to or not self.few.covers(rows):
+        few = _kernels_for(self.few, self.few_up_to, rows)
+        if few is None:
             return self.by_library(x)
         out = x.new_empty((rows, self.weight.shape[0]))
-        self.few(x, self.weight, out)
+        few(x, self.weight, out)
         return out
 
     def by_library(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,11 +122,12 @@ class GatedProjection:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` ``[R, in]`` → ``[R, out]``."""
         rows = x.shape[0]
-        if self.few is None or rows > self.few_up_to or not self.few.covers(rows):
+        few = _kernels_for(self.few, self.few_up_to, rows)
+        if few is None:
             return self.by_library(x)
         weight = self.weight
         out = x.new_empty((rows, weight.shape[0] // 2))
-        self.few(x, weight, out)
+        few(x, weight, out)
         return out
 
     def by_library(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from deepinfer.kernels.begin_step import DecodeFields, StepWords, begin_step_on
 from deepinfer.kernels.begin_step.words import DELTAS, HEAD, IDS, POS, ROWS, SEQ_LEN, SLOTS, SOURCE, TABLE_ROW
 from deepinfer.models.base import DecodeRows, GraphModel, GreedyModel, Model, PagedGroup, StateGroup
 from deepinfer.models.contract import check_hidden
-from deepinfer.worker.graphs import Recorder, Replay
+from deepinfer.worker.graphs import Recorder, Replay, record_all
 from deepinfer.worker.resolve import StepTokens
 from deepinfer.worker.step import GraphStep, Step
 from deepinfer.worker.step_ring import KIND_DECODE, Header, RingSlot, StepRing
@@ -140,14 +140,8 @@ class DecodeGraphs:
 
         ``progress``: called with (recorded, in all).
         """
-        work = [(drawn, rows) for rows in reversed(self.buckets) for drawn in (False, True)]
-        with self._recorder.recording():
-            for done, (drawn, rows) in enumerate(work):
-                if progress is not None:
-                    progress(done, len(work))
-                self._replays[drawn, rows] = self._recorder.record(partial(self._run, drawn, rows))
-        if progress is not None:
-            progress(len(work), len(work))
+        work = {(drawn, rows): partial(self._run, drawn, rows) for rows in reversed(self.buckets) for drawn in (False, True)}
+        self._replays = record_all(self._recorder, work, progress)
 
     @torch.inference_mode()
     def _run(self, drawn: bool, rows: int) -> None:

@@ -6,9 +6,9 @@ Owns: CUDA's graphs, their stream and their memory. Never touches: what is recor
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -26,6 +26,21 @@ class Recorder(Protocol):
 
     def record(self, work: Work) -> Replay:
         """Runs ``work`` once and gives what runs it again, on the current stream: the same operations on the same memory."""
+
+
+K = TypeVar("K")
+
+
+def record_all(recorder: Recorder, work: Mapping[K, Work], progress: Callable[[int, int], None] | None) -> dict[K, Replay]:
+    """A replay for each work, recorded in their order. ``progress``: called with (recorded, in all)."""
+    tell = progress or (lambda done, total: None)
+    replays: dict[K, Replay] = {}
+    with recorder.recording():
+        for done, (key, one) in enumerate(work.items()):
+            tell(done, len(work))
+            replays[key] = recorder.record(one)
+    tell(len(work), len(work))
+    return replays
 
 
 class CudaRecorder:

@@ -18,7 +18,7 @@ from deepinfer.kernels.begin_step.words import DELTAS, HEAD, IDS, POS, ROWS, SLO
 from deepinfer.kernels.paged_attention.units import most_units, unit_arrays
 from deepinfer.models.base import Model, PromptGraphModel, PromptRows
 from deepinfer.models.contract import check_hidden
-from deepinfer.worker.graphs import Recorder, Replay
+from deepinfer.worker.graphs import Recorder, Replay, record_all
 from deepinfer.worker.step import Step
 from deepinfer.worker.step_ring import KIND_MIXED, KIND_PREFILL, RingSlot, StepRing
 
@@ -114,13 +114,7 @@ class PromptGraphs:
 
         ``progress``: called with (recorded, in all).
         """
-        with self._recorder.recording():
-            for done, rows in enumerate(reversed(self.buckets)):
-                if progress is not None:
-                    progress(done, len(self.buckets))
-                self._replays[rows] = self._recorder.record(partial(self._run, rows))
-        if progress is not None:
-            progress(len(self.buckets), len(self.buckets))
+        self._replays = record_all(self._recorder, {rows: partial(self._run, rows) for rows in reversed(self.buckets)}, progress)
 
     @torch.inference_mode()
     def _run(self, count: int) -> None:
