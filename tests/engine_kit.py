@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.engine import Engine
@@ -157,3 +158,21 @@ def conversation(engine: Engine, params: SamplingParams, more: int, turns: int =
         made += found
         prompts = [[*p, *a, *rng.integers(0, 90, more).tolist()] for p, a in zip(prompts, found, strict=True)]
     return made + [a.tokens for a in generate(engine, first, [params] * 3)]
+
+
+class EvenOnly:
+    """A grammar of even tokens."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.complete = True
+
+    def fill_mask(self, row: NDArray[np.int32]) -> None:
+        row[:] = 0x55555555
+
+    def accept(self, token: int) -> bool:
+        self.position += token % 2 == 0
+        return token % 2 == 0
+
+    def rollback(self, count: int) -> None:
+        self.position -= count

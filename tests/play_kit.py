@@ -3,10 +3,40 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from deepinfer.engine.engine import Engine
 from deepinfer.sampling import SamplingParams
-from engine_kit import Answer, random_prompts, request, same_bits
+from engine_kit import Answer, make_engine, random_prompts, request, same_bits, tiny_checkpoint
+
+KINDS: list[SamplingParams] = [
+    SamplingParams(max_tokens=17, temperature=0),
+    SamplingParams(max_tokens=23, temperature=0, logprobs=3, ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=0.9, top_k=30, seed=5, ignore_eos=True),
+    SamplingParams(max_tokens=31, temperature=1.1, repetition_penalty=1.3, seed=6, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=0, min_tokens=4, prompt_logprobs=2),
+]
+"""Of everything that decides what a step of a sequence does."""
+
+
+def arriving(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], apart: int, **values: Any) -> list[Answer]:
+    """Answers to requests that come some turns apart, so that steps of all kinds alternate. ``values``: of all requests."""
+    found: dict[str, Answer] = {}
+    todo = list(enumerate(zip(prompts, params, strict=True)))
+    turn = 0
+    while todo or engine.has_unfinished():
+        if todo and turn % apart == 0:
+            name, (prompt, one) = todo.pop(0)
+            engine.add_request(request(str(name), prompt, one, **values))
+        for d in engine.step():
+            a = found.setdefault(d.request_id, Answer())
+            a.tokens += d.new_token_ids
+            a.logprobs += d.logprobs or []
+            a.prompt_logprobs = d.prompt_logprobs or a.prompt_logprobs
+            a.finish, a.error = d.finish_reason, d.error
+        turn += 1
+    return [found[str(i)] for i in range(len(prompts))]
 
 
 def play(engine: Engine, seed: int) -> dict[tuple[str, int], Answer]:
@@ -59,3 +89,18 @@ def same_play(one: dict[tuple[str, int], Answer], other: dict[tuple[str, int], A
             assert want.tokens[:n] == got.tokens[:n]
         else:
             assert same_bits(want, got), key
+
+
+def check_recorded_play(seed: int, record: Callable[[], None], replays: Callable[[Engine], int]) -> None:
+    """A play on a CPU is the same, serial and overlapped, once ``record`` has had steps recorded; ``replays``: so far, of an engine."""
+    settings = {"block_size": 16, "num_kv_blocks": 8, "max_num_seqs": 6, "max_num_batched_tokens": 40}
+    with make_engine(tiny_checkpoint("llama"), "cpu", zero_overhead=False, **settings) as engine:
+        want = play(engine, seed)
+    record()
+    for overlap in (False, True):
+        with make_engine(tiny_checkpoint("llama"), "cpu", zero_overhead=overlap, **settings) as engine:
+            same_play(want, play(engine, seed))
+            assert replays(engine) > 10 and (seed > 1 or engine.core_stats()["preemptions"] > 0)
+            for _ in range(3):
+                engine.step()
+            assert not engine.core_counts()["groups"][0]["held"] and engine._core.check() is None

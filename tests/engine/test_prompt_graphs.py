@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
+import play_kit
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.step_log import line
 from deepinfer.errors import CapacityError, ConfigError, ModelContractError
@@ -17,38 +16,18 @@ from deepinfer.sampling import SamplingParams
 from deepinfer.worker import graphs
 from deepinfer.worker.prompt_step import PromptGraphs
 from deepinfer.worker.step import Step
-from engine_kit import Answer, collect, generate, make_engine, random_prompts, request, same_bits, tiny_checkpoint
+from engine_kit import Answer, EvenOnly, collect, generate, make_engine, random_prompts, request, same_bits, tiny_checkpoint
 from graphs_kit import Recorded, graphs_on_cpu
-from play_kit import play, same_play
+from play_kit import KINDS, check_recorded_play
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-KINDS: list[SamplingParams] = [
-    SamplingParams(max_tokens=17, temperature=0),
-    SamplingParams(max_tokens=23, temperature=0, logprobs=3, ignore_eos=True),
-    SamplingParams(max_tokens=9, temperature=0.9, top_k=30, seed=5, ignore_eos=True),
-    SamplingParams(max_tokens=31, temperature=1.1, repetition_penalty=1.3, seed=6, ignore_eos=True),
-    SamplingParams(max_tokens=12, temperature=0, min_tokens=4, prompt_logprobs=2),
-]
 PROMPTS = [5, 70, 33, 18, 64, 3, 40, 90, 21, 10, 1, 2]
 
 
-def arriving(engine: Engine, apart: int = 3, **values: Any) -> list[Answer]:
-    """Answers to requests of all kinds that come some turns apart, so that steps of all kinds alternate."""
-    found: dict[str, Answer] = {}
-    todo = list(enumerate(random_prompts(PROMPTS)))
-    turn = 0
-    while todo or engine.has_unfinished():
-        if todo and turn % apart == 0:
-            i, prompt = todo.pop(0)
-            engine.add_request(request(str(i), prompt, KINDS[i % len(KINDS)], **values))
-        for d in engine.step():
-            a = found.setdefault(d.request_id, Answer())
-            a.tokens += d.new_token_ids
-            a.logprobs += d.logprobs or []
-            a.prompt_logprobs = d.prompt_logprobs or a.prompt_logprobs
-            a.finish = d.finish_reason
-        turn += 1
-    return [found[str(i)] for i in range(len(PROMPTS))]
+def arriving(engine: Engine, **values: Any) -> list[Answer]:
+    """Answers to requests of all kinds, in steps of all kinds."""
+    params = [KINDS[i % len(KINDS)] for i in range(len(PROMPTS))]
+    return play_kit.arriving(engine, random_prompts(PROMPTS), params, 3, **values)
 
 
 def replays(engine: Engine) -> int:
@@ -81,17 +60,7 @@ def test_answers_are_the_same(decode: list[int], buckets: list[int], overlap: bo
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.nightly) for s in range(2, 10))])
 def test_the_same_under_aborts_stops_forks_and_preemption(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"block_size": 16, "num_kv_blocks": 8, "max_num_seqs": 6, "max_num_batched_tokens": 40}
-    with make_engine(tiny_checkpoint("llama"), "cpu", zero_overhead=False, **settings) as engine:
-        want = play(engine, seed)
-    graphs_on_cpu(monkeypatch, [1, 2, 4, 6], [8, 16, 40])
-    for overlap in (False, True):
-        with make_engine(tiny_checkpoint("llama"), "cpu", zero_overhead=overlap, **settings) as engine:
-            same_play(want, play(engine, seed))
-            assert replays(engine) > 10 and (seed > 1 or engine.core_stats()["preemptions"] > 0)
-            for _ in range(3):
-                engine.step()
-            assert not engine.core_counts()["groups"][0]["held"] and engine._core.check() is None
+    check_recorded_play(seed, lambda: graphs_on_cpu(monkeypatch, [1, 2, 4, 6], [8, 16, 40]), replays)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlapped"])
@@ -146,24 +115,6 @@ def test_padding_reads_nothing_that_was_there(monkeypatch: pytest.MonkeyPatch) -
         SPOILED.pop()
         assert replays(engine) == with_prompts(engine) > 10
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-
-
-class EvenOnly:
-    """A grammar of even tokens."""
-
-    def __init__(self) -> None:
-        self.position = 0
-        self.complete = True
-
-    def fill_mask(self, row: NDArray[np.int32]) -> None:
-        row[:] = 0x55555555
-
-    def accept(self, token: int) -> bool:
-        self.position += token % 2 == 0
-        return token % 2 == 0
-
-    def rollback(self, count: int) -> None:
-        self.position -= count
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlapped"])

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker import runner
 from deepinfer.worker.device_sampler import DeviceSampler
 from deepinfer.worker.sampler import SampleRows
 from deepinfer.worker.sampling_state import SamplingState
-from engine_kit import Answer, collect, make_engine, random_prompts, request, tiny_checkpoint
+from engine_kit import Answer, EvenOnly, collect, make_engine, random_prompts, request, tiny_checkpoint
 from sampling_kit import device_sampler
 
 pytest.importorskip("tilelang", reason="kernels are lowered by TileLang: pip install 'deepinfer[cuda]'")
@@ -64,24 +63,6 @@ class OnCpu(DeviceSampler):
     def draw(self, logits: torch.Tensor, rows: SampleRows, before: torch.Tensor | None, state: SamplingState) -> torch.Tensor:
         self.asked.append(("edit" if rows.edit is not None else "draw", logits.dtype))
         return super().draw(logits.float() if logits.dtype == BF16 else logits, rows, before, state)
-
-
-class EvenOnly:
-    """A grammar of even tokens."""
-
-    def __init__(self) -> None:
-        self.position = 0
-        self.complete = True
-
-    def fill_mask(self, row: NDArray[np.int32]) -> None:
-        row[:] = 0x55555555
-
-    def accept(self, token: int) -> bool:
-        self.position += token % 2 == 0
-        return token % 2 == 0
-
-    def rollback(self, count: int) -> None:
-        self.position -= count
 
 
 def run(dtype: str, kinds: list[SamplingParams], grammar: bool = False, **settings: Any) -> list[Answer]:

@@ -6,9 +6,7 @@ prompts run on fused kernels: a fault of a step that is no graph fails either.
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -24,12 +22,11 @@ from deepinfer.models.base import row_buckets
 from deepinfer.models.llama.forward import LlamaModel
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.decode_step import DecodeGraphs
-from deepinfer.worker.sync_guard import configure
 from engine_kit import generate, make_engine, random_prompts, request, same_bits, tiny_checkpoint
 from graphs_kit import decode_of_references, wide_decode
 from play_kit import play, same_play
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("checked")]
 
 MOST = 40
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -42,16 +39,6 @@ def decode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "forward":
         decode_of_references(monkeypatch)
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def checked() -> Iterator[None]:
-    """Every copy is looked at, also those of launches between graphs."""
-    configure(debug=True)
-    yield
-    configure(debug=False)
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @cache

@@ -3,24 +3,22 @@ and whole engines give the answers that they give without."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+import play_kit
 from deepinfer.engine.engine import Engine
 from deepinfer.models.llama.forward import LlamaModel
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.prompt_step import PromptGraphs
 from deepinfer.worker.step import Step
-from deepinfer.worker.sync_guard import configure
-from engine_kit import Answer, random_prompts, request, same_bits
+from engine_kit import Answer, random_prompts, same_bits
 from exact_kit import KINDS, VOCAB, engine_of
 from play_kit import play, same_play
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("checked")]
 
 SAID: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -31,35 +29,12 @@ SAID: list[dict[str, Any]] = [
 LENGTHS = [3, 200, 17, 64, 500, 40, 5, 130, 900, 65, 1, 33]
 
 
-@pytest.fixture(autouse=True)
-def checked() -> Iterator[None]:
-    """Every copy is looked at, also those of launches between graphs."""
-    configure(debug=True)
-    yield
-    configure(debug=False)
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def arriving(engine: Engine, lengths: list[int], apart: int = 2, max_tokens: int = 9) -> list[Answer]:
     """Answers to prompts that come some turns apart, the last one as the first one began."""
     prompts = random_prompts(lengths, seed=3, vocab=VOCAB)
     prompts.append(prompts[1][:150] + prompts[0])
-    found: dict[str, Answer] = {}
-    turn, sent = 0, 0
-    while sent < len(prompts) or engine.has_unfinished():
-        if sent < len(prompts) and turn % apart == 0:
-            params = SamplingParams(max_tokens=max_tokens + sent % 5, ignore_eos=True, seed=sent, **SAID[sent % len(SAID)])
-            engine.add_request(request(str(sent), prompts[sent], params))
-            sent += 1
-        for d in engine.step():
-            a = found.setdefault(d.request_id, Answer())
-            a.tokens += d.new_token_ids
-            a.logprobs += d.logprobs or []
-            a.prompt_logprobs = d.prompt_logprobs or a.prompt_logprobs
-            a.finish, a.error = d.finish_reason, d.error
-        turn += 1
-    return [found[str(i)] for i in range(len(prompts))]
+    params = [SamplingParams(max_tokens=max_tokens + i % 5, ignore_eos=True, seed=i, **SAID[i % len(SAID)]) for i in range(len(prompts))]
+    return play_kit.arriving(engine, prompts, params, apart)
 
 
 def told(answer: Answer) -> list[tuple[list[int], bytes]]:
