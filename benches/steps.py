@@ -2,10 +2,9 @@
 
     python benches/steps.py --model DIR --load-format dummy --device cuda [--seqs 1 64 256] [--requests 1024] [--kernels]
 
-Decode: `--seqs` prompts of `--input-len` tokens at once, `--output-len` tokens each, greedy, nothing turned into text. Milliseconds
-are those between returns of `LLM.step` over the last 230 steps but 10, with two steps in flight: mean and median, of the middle one of
-three runs by the mean. Requests: so many of `--request-len` tokens in and `--request-out` out, all at once; tokens out over the seconds
-from the first submission to the last answer, `submit_s` of which handing them over took; prompts are drawn before. Kernels: torch's
+Figures of `deepinfer bench latency --no-stream` and `deepinfer bench throughput` from one engine, by their own rules, and what these do
+not have: which kernels a decode step consists of. Decode: `--seqs` prompts of `--input-len` tokens at once, `--output-len` tokens each,
+three batches. Requests: so many of `--request-len` tokens in and `--request-out` out, all at once; `submit_s`: handing over. Kernels: torch's
 profiler over 20 decode steps, which slows the host; times of kernels that overlap (programmatic launch) hold the wait for the one before.
 """
 
@@ -18,23 +17,17 @@ import time
 from collections import defaultdict
 from typing import Any
 
-import numpy as np
-
 from deepinfer import LLM, SamplingParams
 from deepinfer.cli import bench_load, machine
 
 _RUNS = 3
-_TAIL, _END = 220, 10
 _PROFILED = 20
 
 
-def drain(llm: LLM) -> list[float]:
-    """Steps until nothing is left; seconds of each."""
-    marks = [time.perf_counter()]
+def drain(llm: LLM) -> None:
+    """Steps until nothing is left."""
     while llm.has_unfinished_requests():
         llm.step()
-        marks.append(time.perf_counter())
-    return np.diff(marks).tolist()
 
 
 def prompts_of(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
@@ -50,30 +43,25 @@ def submit(llm: LLM, name: str, prompts: list[list[int]], out: int) -> None:
 
 
 def decode(llm: LLM, seqs: int, length: int, out: int) -> dict[str, Any]:
-    """Milliseconds of a decode step with ``seqs`` sequences."""
-    runs = []
+    """Milliseconds of a decode step with ``seqs`` sequences, counted as `deepinfer bench latency` does."""
+    batches = []
     for run in range(_RUNS):
-        submit(llm, f"d{seqs}.{run}", prompts_of(llm, seqs, length, seed=1000 * seqs + run), out)
-        spent = drain(llm)
-        steps = [1e3 * s for s in spent[-_TAIL - _END : -_END]]
-        runs.append((statistics.fmean(steps), statistics.median(steps), 1e3 * sum(spent) / out))
-    mean, median, whole = sorted(runs)[len(runs) // 2]
-    return {"seqs": seqs, "ms": round(mean, 3), "median_ms": round(median, 3), "whole_ms_a_token": round(whole, 3)}
+        prompts = prompts_of(llm, seqs, length, seed=1000 * seqs + run)
+        batches.append(bench_load.timed_run(llm, prompts, out, f"d{seqs}.{run}", stream=False).steps)
+    step = bench_load.step_times(batches, out)
+    whole = statistics.median(1e3 * sum(steps) / out for steps in batches)
+    return {"seqs": seqs, "ms": step["mean"], "median_ms": step["median"], "whole_ms_a_token": round(whole, 3)}
 
 
 def queue(llm: LLM, requests: int, length: int, out: int) -> dict[str, Any]:
-    """Tokens a second out of a queue, counted from the first submission to the last answer."""
-    prompts = prompts_of(llm, requests, length, seed=7)
-    started = time.perf_counter()
-    submit(llm, "q", prompts, out)
-    submitted = time.perf_counter() - started
-    drain(llm)
-    seconds = time.perf_counter() - started
+    """Tokens a second out of a queue, counted as `deepinfer bench throughput` does."""
+    made = bench_load.timed_run(llm, prompts_of(llm, requests, length, seed=7), out, "q", stream=False)
+    seconds = max(t.last for t in made.times) - min(t.submitted for t in made.times)
     return {
         "requests": requests,
         "in": length,
         "out": out,
-        "submit_s": round(submitted, 3),
+        "submit_s": round(made.submit_seconds, 3),
         "seconds": round(seconds, 2),
         "output_tok_s": round(requests * out / seconds),
     }

@@ -201,6 +201,8 @@ def test_bench_measures_a_model_of_which_only_the_configuration_exists(kind: str
     else:
         assert value["latency_ms"]["p50"] >= value["ttft_ms"]["p50"]
         assert value["decode_tokens_per_second"] > 0
+    assert 0 <= value["bubble"] < 1 and value["device_ms_a_step"] > 0 and value["host_ms_a_step"] > 0
+    assert value["max_num_seqs"] == 2
 
 
 def test_bench_with_requests_that_arrive_one_after_the_other(tmp_path: Path) -> None:

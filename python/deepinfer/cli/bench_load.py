@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from deepinfer.cli import console, machine, options
 from deepinfer.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from deepinfer.engine.step_log import EngineMetrics
     from deepinfer.llm import LLM
 
 COUNTING = (
@@ -22,13 +24,23 @@ COUNTING = (
     "outside it; prompts are random token ids, greedy, every answer runs to its full length"
 )
 
+STEP_COUNTING = (
+    "a decode step is the time between two returns of LLM.step; of a batch's last steps, as many as answers have tokens, the first tenth "
+    "and the last twenty-fifth do not count; mean and median of the batch in the middle by its mean"
+)
 
-def add_load_options(parser: argparse.ArgumentParser, *, input_len: int, output_len: int, num_seqs: int) -> None:
-    """Adds the options of the load, with a benchmark's own defaults, and the engine options."""
+
+def add_load_options(parser: argparse.ArgumentParser, *, input_len: int, output_len: int, num_seqs: int, sizes: bool = False) -> None:
+    """Adds the options of the load, with a benchmark's own defaults, and the engine options. ``sizes``: ``--num-seqs`` takes several, and
+    is a list."""
     group = parser.add_argument_group("load", f"How it is counted: {COUNTING}.")
     group.add_argument("--input-len", type=positive, default=input_len, metavar="N", help=f"tokens of a prompt (default: {input_len})")
     group.add_argument("--output-len", type=positive, default=output_len, metavar="N", help=f"tokens of an answer (default: {output_len})")
-    group.add_argument("--num-seqs", type=positive, default=num_seqs, metavar="N", help=f"sequences running at once (default: {num_seqs})")
+    at_once: dict[str, Any] = {"nargs": "+", "default": [num_seqs]} if sizes else {"default": num_seqs}
+    several = ", one after the other" if sizes else ""
+    group.add_argument(
+        "--num-seqs", type=positive, metavar="N", help=f"sequences running at once{several} (default: {num_seqs})", **at_once
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     options.add_trace_option(parser)
     options.add_engine_options(parser, omit=("max_num_seqs",))
@@ -42,10 +54,10 @@ def positive(text: str) -> int:
     return value
 
 
-def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``LLM``: as given, with a batch of ``--num-seqs`` and room for its sequences, no more."""
+def engine_arguments(args: argparse.Namespace, num_seqs: int) -> dict[str, Any]:
+    """Arguments of ``LLM``: as given, with a batch of ``num_seqs`` and room for its sequences, no more."""
     given = options.engine_arguments(args)
-    return {"max_model_len": args.input_len + args.output_len, **given, "max_num_seqs": args.num_seqs}
+    return {"max_model_len": args.input_len + args.output_len, **given, "max_num_seqs": num_seqs}
 
 
 def start_trace(args: argparse.Namespace, llm: LLM) -> None:
@@ -105,6 +117,21 @@ class Timeline:
             self.last, self.tokens = now, tokens
 
 
+@dataclass
+class Run:
+    """What became of prompts.
+
+    Attributes:
+        times: of each, in their order.
+        steps: seconds between neighbouring returns of ``LLM.step``, or from the last submission before it if that was later.
+        submit_seconds: from the first submission to when the last one had been taken.
+    """
+
+    times: list[Timeline]
+    steps: list[float]
+    submit_seconds: float
+
+
 def timed_run(
     llm: LLM,
     prompts: Sequence[list[int]],
@@ -114,7 +141,7 @@ def timed_run(
     *,
     stream: bool,
     arriving: Sequence[float] = (),
-) -> list[Timeline]:
+) -> Run:
     """Submits prompts, all at once or as they arrive, and steps the engine until every answer is complete.
 
     Without ``stream`` answers are read whole, and the time of a first token is the engine's own. ``arriving``: seconds after the start,
@@ -125,7 +152,8 @@ def timed_run(
     """
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     times: dict[str, Timeline] = {}
-    start = time.monotonic()
+    steps: list[float] = []
+    start = submitted = before = time.monotonic()
     running = 0
     while running or len(times) < len(prompts):
         while (i := len(times)) < len(prompts) and (not arriving or start + arriving[i] <= time.monotonic()):
@@ -133,11 +161,14 @@ def timed_run(
             times[request_id] = Timeline(start + arriving[i] if arriving else time.monotonic())
             llm.add_request(prompts[i], params, request_id=request_id, stream=stream)
             running += 1
+            submitted = before = time.monotonic()
         if not running:
             time.sleep(max(0.0, start + arriving[len(times)] - time.monotonic()))
             continue
         outputs = llm.step()
         now = time.monotonic()
+        steps.append(now - before)
+        before = now
         for output in outputs:
             seen = times[output.request_id]
             (answer,) = output.outputs
@@ -154,7 +185,36 @@ def timed_run(
     short = [t for t in times.values() if t.tokens != output_len]
     if short:
         raise console.RunError(f"an answer has {short[0].tokens} tokens instead of {output_len}")
-    return list(times.values())
+    return Run(list(times.values()), steps, submitted - start)
+
+
+def decode_steps(steps: Sequence[float], output_len: int) -> list[float]:
+    """Those of one batch's steps that only decode, all of its sequences; see ``STEP_COUNTING``. None of them for few tokens."""
+    return list(steps[-(output_len - math.ceil(output_len / 10)) : len(steps) - output_len // 25]) if output_len > 1 else []
+
+
+def step_times(batches: Sequence[Sequence[float]], output_len: int) -> dict[str, float | None]:
+    """Mean and median milliseconds of a decode step, from the steps of each batch; see ``STEP_COUNTING``."""
+    counted = sorted((c for steps in batches if (c := decode_steps(steps, output_len))), key=statistics.fmean)
+    if not counted:
+        return {"mean": None, "median": None}
+    middle = counted[len(counted) // 2]
+    return {"mean": round(1e3 * statistics.fmean(middle), 4), "median": round(1e3 * statistics.median(middle), 4)}
+
+
+def device_figures(before: EngineMetrics, after: EngineMetrics) -> dict[str, float | None]:
+    """Between two snapshots: ``bubble``, the share of time in which the device stood still although there was work, and the milliseconds
+    that device and host worked on a step in the mean; ``None`` where no step was timed."""
+    device = after.device_time.sum_ns - before.device_time.sum_ns
+    host, idle = after.host_time.sum_ns - before.host_time.sum_ns, after.idle_ns - before.idle_ns
+    steps = sum(after.device_time.counts) - sum(before.device_time.counts)
+    if not steps:
+        return {"bubble": None, "device_ms_a_step": None, "host_ms_a_step": None}
+    return {
+        "bubble": round(idle / max(1, idle + device), 5),
+        "device_ms_a_step": round(device / steps / 1e6, 4),
+        "host_ms_a_step": round(host / steps / 1e6, 4),
+    }
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -173,7 +233,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float | None]:
     return {name: round(value * 1e3, 3) for name, value in values.items()}
 
 
-def circumstances(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
+def circumstances(args: argparse.Namespace, llm: LLM, num_seqs: int) -> dict[str, Any]:
     """What has to stand beside a figure: model, load, machine, counting rule."""
     import torch
 
@@ -184,7 +244,8 @@ def circumstances(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
         "device": str(setting.device),
         "input_len": args.input_len,
         "output_len": args.output_len,
-        "num_seqs": args.num_seqs,
+        "num_seqs": num_seqs,
+        "max_num_seqs": setting.max_num_seqs,
         "batch_invariant": setting.batch_invariant,
         "machine": machine.in_words(str(setting.device), torch.get_num_threads()),
         "counting": COUNTING,

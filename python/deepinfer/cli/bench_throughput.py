@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise console.UserError("--shared-share must be between 0 and 1")
     if args.request_rate is not None and not 0 < args.request_rate < math.inf:
         raise console.UserError("--request-rate must be a number above 0; without it all requests arrive at once")
-    engine = bench_load.engine_arguments(args)
+    engine = bench_load.engine_arguments(args, args.num_seqs)
     from deepinfer import LLM
 
     with LLM(**engine) as llm:
@@ -46,13 +46,15 @@ def run(args: argparse.Namespace) -> int:
         shared = (args.shared_prefix_len, args.shared_share)
         prompts = bench_load.random_prompts(args.num_prompts, args.input_len, llm.vocab_size, seed, *shared)
         arriving = [] if args.request_rate is None else bench_load.arrivals(args.num_prompts, args.request_rate, seed)
+        before = llm.metrics()
         with console.progress(args.num_prompts, "bench", "prompt") as bar:
-            times = bench_load.timed_run(llm, prompts, args.output_len, "run", bar, stream=args.stream, arriving=arriving)
+            made = bench_load.timed_run(llm, prompts, args.output_len, "run", bar, stream=args.stream, arriving=arriving)
+        device, times = bench_load.device_figures(before, llm.metrics()), made.times
         seconds = max(t.last for t in times) - min(t.submitted for t in times)
         generated = sum(t.tokens for t in times)
         result = {
             "bench": "throughput",
-            **bench_load.circumstances(args, llm),
+            **bench_load.circumstances(args, llm, args.num_seqs),
             "num_prompts": args.num_prompts,
             "shared_prefix_len": args.shared_prefix_len,
             "shared_share": args.shared_share,
@@ -62,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
             "output_tokens_per_second": round(generated / seconds, 2),
             "total_tokens_per_second": round((generated + args.num_prompts * args.input_len) / seconds, 2),
             "requests_per_second": round(args.num_prompts / seconds, 3),
+            "submit_seconds": round(made.submit_seconds, 4),
+            **device,
         }
     figures = {
         "ttft_ms": bench_load.spread([t.first_token for t in times]),

@@ -1,0 +1,90 @@
+"""What `deepinfer bench latency` and `throughput` count, on clocks that tests move, and on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from cli.running import run
+from cli.test_bad_input import write_config
+from deepinfer import LLM, CompletionOutput, RequestOutput, SamplingParams
+from deepinfer.cli import bench_load
+from deepinfer.engine.step_log import EngineMetrics, Times
+
+
+def test_latency_of_several_sizes_on_one_engine(tmp_path: Path) -> None:
+    """A line of JSON for each, and decode steps that fit what answers took."""
+    model = write_config(tmp_path / "m")
+    load = ("--input-len", "20", "--output-len", "40", "--num-seqs", "1", "3", "--num-iters", "3", "--no-stream")
+    result = run("bench", "latency", "--model", model, "--load-format", "dummy", "--device", "cpu", "--json", *load)
+    assert (result.returncode, result.stderr) == (0, b"")
+    values = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(v["num_seqs"], v["max_num_seqs"], v["stream"]) for v in values] == [(1, 3, False), (3, 3, False)]
+    for value in values:
+        assert "itl_ms" not in value and value["decode_tokens_per_second"] > 0
+        assert value["step_ms"]["median"] > 0 and 0 < value["step_ms"]["mean"] * 35 < value["latency_ms"]["p99"]
+        assert "between two returns of LLM.step" in value["step_counting"]
+    people = run("bench", "latency", "--model", model, "--load-format", "dummy", "--device", "cpu", *load)
+    assert people.returncode == 0 and people.stdout.count(b" at once, 20 tokens in, 40 out, 3 batches") == 2
+    assert people.stdout.count(b"decode step: mean ") == 2 and b"time between tokens" not in people.stdout
+
+
+def test_which_steps_are_decode_steps() -> None:
+    """Of 256 tokens those of the last 230 steps but 10, whatever prompts took before them."""
+    steps = [9.0] * 7 + [float(i) for i in range(256)]
+    assert bench_load.decode_steps(steps, 256) == [float(i) for i in range(26, 246)]
+    assert bench_load.decode_steps(steps[:7] + steps[7:17], 10) == [float(i) for i in range(1, 10)]
+    assert bench_load.decode_steps([1.0, 2.0], 2) == [2.0]
+    assert bench_load.decode_steps([1.0], 1) == [] and bench_load.step_times([[1.0]], 1) == {"mean": None, "median": None}
+    batches = [[1.0, 0.002, 0.004], [1.0, 0.5, 0.5], [1.0, 0.001, 0.001]]
+    assert bench_load.step_times(batches, 3) == {"mean": 3.0, "median": 3.0}
+
+
+class ScriptedLLM:
+    """Answers every prompt with a token a step, a step taking 10 ms of a clock that only it moves."""
+
+    def __init__(self, now: list[float]) -> None:
+        self.now, self.left = now, dict[str, int]()
+
+    def add_request(self, prompt: list[int], params: SamplingParams, *, request_id: str, stream: bool) -> None:
+        self.now[0] += 0.001
+        self.left[request_id] = params.max_tokens or 0
+
+    def step(self) -> list[RequestOutput]:
+        self.now[0] += 0.010
+        self.left = {name: n - 1 for name, n in self.left.items()}
+        done = [name for name, n in self.left.items() if not n]
+        self.left = {name: n for name, n in self.left.items() if n}
+        return [_whole(name, 50, self.now[0]) for name in done]
+
+
+def _whole(name: str, tokens: int, now: float) -> RequestOutput:
+    answer = CompletionOutput(index=0, text="", token_ids=[1] * tokens, cumulative_logprob=None, logprobs=None, finish_reason="length")
+    return cast(
+        RequestOutput, SimpleNamespace(request_id=name, outputs=[answer], finished=True, metrics=SimpleNamespace(first_token_time=now))
+    )
+
+
+def test_steps_are_timed_between_their_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(bench_load.time, "monotonic", lambda: now[0])
+    made = bench_load.timed_run(cast(LLM, ScriptedLLM(now)), [[1]] * 4, 50, "r", stream=False)
+    assert made.submit_seconds == pytest.approx(0.004) and len(made.steps) == 50 and len(made.times) == 4
+    assert made.steps == pytest.approx([0.010] * 50)
+    assert bench_load.step_times([made.steps], 50) == {"mean": 10.0, "median": 10.0}
+
+
+def test_the_devices_part_is_that_of_the_time_between_two_snapshots() -> None:
+    def at(device: int, host: int, idle: int, steps: int) -> EngineMetrics:
+        def times(total: int) -> Times:
+            return Times((0, steps), total)
+
+        return cast(EngineMetrics, SimpleNamespace(device_time=times(device), host_time=times(host), idle_ns=idle))
+
+    before, after = at(50_000_000, 9_000_000, 40_000_000, 5), at(149_000_000, 11_000_000, 41_000_000, 15)
+    assert bench_load.device_figures(before, after) == {"bubble": 0.01, "device_ms_a_step": 9.9, "host_ms_a_step": 0.2}
+    assert set(bench_load.device_figures(after, after).values()) == {None}
