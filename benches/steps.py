@@ -4,8 +4,9 @@
 
 Figures of `deepinfer bench latency --no-stream` and `deepinfer bench throughput` from one engine, by their own rules, and what these do
 not have: which kernels a decode step consists of. Decode: `--seqs` prompts of `--input-len` tokens at once, `--output-len` tokens each,
-three batches. Requests: so many of `--request-len` tokens in and `--request-out` out, all at once; `submit_s`: handing over. Kernels: torch's
-profiler over 20 decode steps, which slows the host; times of kernels that overlap (programmatic launch) hold the wait for the one before.
+three batches. Requests: so many of `--request-len` tokens in and `--request-out` out, all at once; `submit_s`: handing over. Kernels:
+torch's profiler over 20 decode steps, which slows the host; times of kernels that overlap (programmatic launch) hold the wait for the one
+before.
 """
 
 from __future__ import annotations
