@@ -19,6 +19,7 @@ from deepinfer.engine.decode_graphs import wanted_buckets, wanted_prompt_rows
 from deepinfer.engine.hooks import EngineHooks
 from deepinfer.engine.kv_store import NamesOfKv, StoredSlices, StorePlan, StoreTraffic, open_tier, plan_store
 from deepinfer.engine.kv_store.identity import names_of, salt_of, values_of
+from deepinfer.engine.memory import for_pools, memory_for
 from deepinfer.engine.model_options import block_tokens, configure_model, drafting_of
 from deepinfer.engine.mover import Bell
 from deepinfer.engine.planner import KvPlan, check_weights, plan_kv, report, weight_bytes
@@ -146,7 +147,10 @@ class Assembly:
         return KvLayout({**self._values, "prefill truncation": self._truncation}, self.paged, self.state)
 
     def make_runner(self, core: _core.Core, lookup: Lookup, restore: Restore) -> ModelRunner:
-        """The device side, sized as the core is, with its memory; ``lookup``, ``restore``: what it asks and tells."""
+        """The device side, sized as the core is, with its memory; ``lookup``, ``restore``: what it asks and tells.
+
+        Raises ``CapacityError`` if there is not enough.
+        """
         paged = self.paged
         block = paged[0].page_tokens
         row_blocks = -(-self.plan.max_model_len // block)
@@ -168,26 +172,27 @@ class Assembly:
         graph_rows: Sequence[int] = []
         if self.config.engine_type != "prompt":  # whose sequences go elsewhere to decode
             graph_rows = wanted_buckets(*common)
-        return ModelRunner(
-            self.model,
-            paged,
-            self.plan.num_pages,
-            self.state,
-            limits,
-            core.layout(),
-            self.run.device,
-            self.run.platform.pinned,
-            lookup,
-            restore,
-            make_queue(self.run.device, self.depth > 1),
-            RING_SLOTS,
-            self.swap.pages,
-            self.swap.slots,
-            self.snapshots.places,
-            experts,
-            graph_rows,
-            wanted_prompt_rows(*common),
-        )
+        with memory_for("KV and step buffers", self.run, for_pools(self.run)):
+            return ModelRunner(
+                self.model,
+                paged,
+                self.plan.num_pages,
+                self.state,
+                limits,
+                core.layout(),
+                self.run.device,
+                self.run.platform.pinned,
+                lookup,
+                restore,
+                make_queue(self.run.device, self.depth > 1),
+                RING_SLOTS,
+                self.swap.pages,
+                self.swap.slots,
+                self.snapshots.places,
+                experts,
+                graph_rows,
+                wanted_prompt_rows(*common),
+            )
 
     def make_slices(
         self, core: _core.Core, runner: ModelRunner, hooks: EngineHooks, given: SliceTier | None, name_of: Callable[[int], str]
@@ -252,14 +257,16 @@ def assemble(
     run = config.resolve()
     if config.rank is None and config.data_parallel_size > 1:
         raise ConfigError("an Engine is one rank; LLM and AsyncLLM start data_parallel_size of them")
-    run.platform.prepare(run.num_threads, run.batch_invariant)
+    with memory_for("a process", run, "end another process that has memory there, or take another device"):
+        run.platform.prepare(run.num_threads, run.batch_invariant)
     sync_guard.configure(enabled=not environ.get("DEEPINFER_DISABLE_SYNC_GUARD"))
     resolved = resolve_model(config.model, config.revision, config.load_format)
     _check_quantization(config.quantization, resolved)
     weights = weight_bytes(resolved, config, run)
     check_weights(run, weights)
     group = None if config.rank is None else Membership(config.rank, run.device)
-    with spread_experts(None if group is None else group.experts):
+    smaller = "take a smaller model, dtype='bfloat16', packed weights of an FP8 checkpoint (weights='packed'), or another device"
+    with spread_experts(None if group is None else group.experts), memory_for("the weights", run, smaller):
         how = (config.load_format, config.seed, progress, run.batch_invariant, config.weights)
         model = load_model(resolved, run.dtype, run.device, *how)
     if group is not None and group.experts is not None and not group.experts.banks:

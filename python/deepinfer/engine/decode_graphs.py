@@ -15,6 +15,7 @@ import torch
 
 from deepinfer.distributed import ExpertGroup
 from deepinfer.engine.config import RunConfig
+from deepinfer.engine.memory import is_out_of_memory
 from deepinfer.errors import CapacityError, ConfigError
 from deepinfer.models.base import Model, StateGroup
 from deepinfer.worker import graphs
@@ -67,7 +68,7 @@ def _record(kind: str, buckets: Sequence[int], record: Callable[[_Bar], None], r
     try:
         record(bar)
     except Exception as e:
-        if isinstance(e, torch.OutOfMemoryError) and (kind == "decode" or run.cuda_graphs):
+        if is_out_of_memory(e) and (kind == "decode" or run.cuda_graphs):
             setting = "max_num_seqs" if kind == "decode" else "max_num_batched_tokens"
             raise CapacityError(
                 f"no memory is left to record {kind} steps of up to {buckets[-1]} rows: lower kv_memory_fraction (now "

@@ -25,6 +25,7 @@ from deepinfer.engine.grammar_rows import GrammarRows, MakeGrammar
 from deepinfer.engine.hooks import START_KINDS, Admission, EngineHooks
 from deepinfer.engine.image_input import check_handed_images, check_images, image_processor
 from deepinfer.engine.interrupt import hold_interrupts, to_the_end
+from deepinfer.engine.memory import for_pools, memory_for
 from deepinfer.engine.mover import Bell
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
@@ -110,7 +111,9 @@ class Engine(EngineHooks):
         self._bell, self._salt, self._names = Bell(), made.salt, made.names_of_kv()
         self._store = made.make_store(self._core, self._runner, self, self._slices, self._bell, self._whose)
         self._grammars = GrammarRows(self._core, self._runner)
-        self._rates = SwapRates(self._core, self._runner.measure_swap())
+        with memory_for("copies", self.run, for_pools(self.run)):
+            copied = self._runner.measure_swap()
+        self._rates = SwapRates(self._core, copied)
         self._log = StepLog(self.metrics, 0.0 if self.run.quiet else INTERVAL)
         self._trace: StepTrace | None = None
         self._loop = StepLoop(self._core, self._runner, made.depth, self, self.counters, made.make_drafting(self._core))
