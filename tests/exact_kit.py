@@ -187,14 +187,17 @@ def check_same(want: Sequence[Trail], got: Sequence[Trail], what: object = "") -
 _alone: dict[tuple[object, ...], list[Trail]] = {}
 
 
-def alone(place: str, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[Trail]:
-    """Each prompt by itself: one sequence, one chunk, no prefix cache, no graph, one step at a time. Computed once in a run."""
+def alone(
+    place: str, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], **settings: Any
+) -> list[Trail]:
+    """Each prompt by itself: one sequence, one chunk, no prefix cache, no graph, one step at a time. Computed once in a run.
+    ``settings``: of the engine besides."""
     many = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    keys = [(place, kind, tuple(prompt), repr(p)) for prompt, p in zip(prompts, many, strict=True)]
+    keys = [(place, kind, tuple(prompt), repr(p), repr(sorted(settings.items()))) for prompt, p in zip(prompts, many, strict=True)]
     missing = [i for i, key in enumerate(keys) if key not in _alone]
     if missing:
         plain: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False, "cuda_graphs": "off", "zero_overhead": False}
-        with engine_of(place, kind, max_num_batched_tokens=2048, **plain) as engine:
+        with engine_of(place, kind, max_num_batched_tokens=2048, **plain, **settings) as engine:
             for i in missing:
                 _alone[keys[i]] = run(engine, [prompts[i]], many[i])
     return [_alone[key][0] for key in keys]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..fp8_cache import FP8, decode
 from .plan import KEY_TILE, AttentionPlan, Unit
 
 _ROWS = 8  # query rows of a product are padded to a multiple of this on a CPU
@@ -34,7 +35,9 @@ def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _gather(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Head rows ``[..., d]`` of a KV tensor ``[pages, entries, heads, d]`` in float32."""
+    """Head rows ``[..., d]`` of a KV tensor ``[pages, entries, heads, d]`` in float32; of one in ``FP8`` the stored numbers."""
+    if cache.dtype == FP8:
+        return decode(F.embedding(rows, cache.view(-1, cache.shape[-1]).view(torch.uint8)))
     return F.embedding(rows, cache.view(-1, cache.shape[-1])).float()
 
 
@@ -81,7 +84,8 @@ def paged_attention(
     ``q`` ``[R, H, d]`` with ``R ≥ T`` (rows beyond the plan's are padding and give zeros), ``k_cache`` and ``v_cache``
     ``[pages, entries, H_kv, d]``, ``H`` a multiple of ``H_kv``; query head ``h`` reads KV head ``h // (H / H_kv)``.
     ``window``: a row sees only the last ``window`` positions, its own included. Scores and sums are float32; the answer
-    is ``[R, H, d]`` float32. Block size, block numbers, chunk cuts and batch mates do not change a row's bits.
+    is ``[R, H, d]`` float32. Caches in ``FP8`` are read as the numbers they hold: the scale of keys belongs in ``scale``, that of values
+    multiplies the answer (``fp8_cache``). Block size, block numbers, chunk cuts and batch mates do not change a row's bits.
     """
     wide = q.float() * scale
     units = plan.units(window)

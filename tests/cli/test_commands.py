@@ -185,11 +185,12 @@ def test_batch_through_pipes() -> None:
 def test_bench_measures_a_model_of_which_only_the_configuration_exists(kind: str, tmp_path: Path) -> None:
     model = write_config(tmp_path / "m")
     load = ("--input-len", "20", "--output-len", "6", "--num-seqs", "2")
-    count = ("--num-prompts", "5", "--shared-prefix-len", "16") if kind == "throughput" else ("--num-iters", "2", "--no-batch-invariant")
+    count = ("--num-prompts", "5", "--shared-prefix-len", "16", "--kv-cache-dtype", "fp8")
+    count = count if kind == "throughput" else ("--num-iters", "2", "--no-batch-invariant")
     result = run("bench", kind, "--model", model, "--load-format", "dummy", "--device", "cpu", "--json", *load, *count)
     assert (result.returncode, result.stderr) == (0, b"")
     value = json.loads(result.stdout)
-    assert value["batch_invariant"] == (kind == "throughput")
+    assert value["batch_invariant"] == (kind == "throughput") == (value["kv_cache_dtype"] == "fp8")
     assert value["bench"] == kind and value["input_len"] == 20 and value["num_seqs"] == 2
     for name in ("ttft_ms", "tpot_ms" if kind == "throughput" else "itl_ms"):
         assert 0 < value[name]["p50"] <= value[name]["p99"]

@@ -57,6 +57,16 @@ def test_the_release_has_its_published_sizes(capsys: pytest.CaptureFixture[str])
     assert found["full_sequences"] == 8 * (found["kv_tokens"] // 8 // 1_048_576)
 
 
+def test_kv_in_8_bits_takes_half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 512, **sizes}))
+    whole, short = (plan(capsys, str(config), "--kv-cache-dtype", form)["kv"] for form in ("auto", "fp8"))
+    assert whole["bytes_per_token"] == 2 * short["bytes_per_token"] == 2 * 2 * 2 * 2 * 16
+    assert main(["plan", str(FULL), "--kv-cache-dtype", "fp8"]) == 2
+    assert "kv_cache_dtype='fp8' is for models of the Llama family" in capsys.readouterr().err
+
+
 def test_a_person_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(FULL), "--gpus", "1"]) == 0
     text = capsys.readouterr().out

@@ -247,4 +247,6 @@ def test_settings_of_compressed_caches(device: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"YOCO_PREFILL_TRUNCATION_MODE='some' .* off, mask, compact"):
         engine_of("tiny", device)
     with pytest.raises(ConfigError, match="kv_cache_dtype must be one of"):
+        engine_of("tiny", device, kv_cache_dtype="int4")
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8' is for models of the Llama family"):
         engine_of("tiny", device, kv_cache_dtype="fp8")

@@ -160,6 +160,7 @@ def test_settings_of_other_families_are_refused() -> None:
     for setting, message in (
         ({"yoco_prefill_truncation": "compact"}, "yoco_prefill_truncation='compact' .* leave it 'off'"),
         ({"kv_cache_dtype": "packed"}, "kv_cache_dtype='packed' is not implemented for DeepSeek-V4"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is for models of the Llama family"),
         ({"block_size": 16}, "pages of 16 tokens cut the entries of layer 3"),
         ({"speculative": "dspark"}, "dspark"),
     ):

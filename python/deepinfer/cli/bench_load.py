@@ -247,6 +247,7 @@ def circumstances(args: argparse.Namespace, llm: LLM, num_seqs: int) -> dict[str
         "num_seqs": num_seqs,
         "max_num_seqs": setting.max_num_seqs,
         "batch_invariant": setting.batch_invariant,
+        "kv_cache_dtype": llm.engine.config.kv_cache_dtype,
         "machine": machine.in_words(str(setting.device), torch.get_num_threads()),
         "counting": COUNTING,
     }
@@ -254,7 +255,10 @@ def circumstances(args: argparse.Namespace, llm: LLM, num_seqs: int) -> dict[str
 
 def setting(result: dict[str, Any]) -> str:
     """Machine, dtype and what is unusual of the settings, in a line for a person."""
-    return f"{result['machine']}; {result['dtype']}{'' if result['batch_invariant'] else '; batch invariance off'}"
+    unusual = "" if result["batch_invariant"] else "; batch invariance off"
+    if result["kv_cache_dtype"] != "auto":
+        unusual += f"; KV in {result['kv_cache_dtype']}"
+    return f"{result['machine']}; {result['dtype']}{unusual}"
 
 
 def milliseconds(name: str, values: dict[str, float | None]) -> str:

@@ -104,7 +104,12 @@ ENGINE_OPTIONS = (
     Option("zero_overhead", "plan a step while the device runs the one before it; the answer stays the same (default: on)"),
     Option("batch_invariant", "answers have the same bits whatever runs beside them; without, some steps are faster (default: on)"),
     Option("cuda_graphs", "on a GPU, replay recorded steps; the answer stays the same (default: auto)", str, ("auto", "on", "off")),
-    Option("kv_cache_dtype", "form of compressed caches; the answer stays the same", str, ("auto", "packed", "bfloat16", "float32")),
+    Option(
+        "kv_cache_dtype",
+        "fp8: KV in half the bytes, approximate (Llama family); the others: form of compressed caches, the answer stays the same",
+        str,
+        ("auto", "fp8", "packed", "bfloat16", "float32"),
+    ),
     Option(
         "yoco_prefill_truncation", "hide or leave out decoder rows of a prompt's beginning (default: off)", str, ("off", "mask", "compact")
     ),

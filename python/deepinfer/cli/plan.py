@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size", type=int, default=64, choices=(16, 32, 64, 128), help="tokens of a KV block, unless the model fixes it"
     )
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8: KV in 8-bit floats (Llama family)")
     parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="sequences in a step, a GPU (default: 256)")
     parser.add_argument(
         "--max-model-len", type=int, default=None, metavar="N", help="tokens of a full sequence (default: the model's limit)"
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from deepinfer.engine.fit import Machine, fit
     from deepinfer.models.sizes import read_sizes
 
-    sizes = read_sizes(config_of(args.model), getattr(torch, args.dtype), args.block_size)
+    sizes = read_sizes(config_of(args.model), getattr(torch, args.dtype), args.block_size, args.kv_cache_dtype == "fp8")
     machine = found = None
     if args.gpus or args.host_gb is not None:
         machine = Machine(args.gpus, gpu_bytes, host_bytes, args.kv_memory_fraction)

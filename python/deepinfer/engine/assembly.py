@@ -267,7 +267,7 @@ def assemble(
     group = None if config.rank is None else Membership(config.rank, run.device)
     smaller = "take a smaller model, dtype='bfloat16', packed weights of an FP8 checkpoint (weights='packed'), or another device"
     with spread_experts(None if group is None else group.experts), memory_for("the weights", run, smaller):
-        how = (config.load_format, config.seed, progress, run.batch_invariant, config.weights)
+        how = (config.load_format, config.seed, progress, run.batch_invariant, config.weights, config.kv_cache_dtype == "fp8")
         model = load_model(resolved, run.dtype, run.device, *how)
     if group is not None and group.experts is not None and not group.experts.banks:
         raise ConfigError(f"expert_parallel: {config.model} has no experts to spread over the ranks; leave it out")

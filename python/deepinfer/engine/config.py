@@ -17,12 +17,14 @@ from deepinfer.engine import environ
 from deepinfer.engine.data_parallel.place import RankPlace
 from deepinfer.errors import ConfigError, UnsupportedFormatError
 from deepinfer.kvcache import store_address
-from deepinfer.models.base import CacheForm, TablePlace, Truncation, WeightForm
+from deepinfer.models.base import TablePlace, Truncation, WeightForm
 from deepinfer.platforms import Platform, get_platform
 from deepinfer.speculative import OFF, SpeculativeSettings
 
 EngineType = Literal["normal", "prompt", "completion"]
 TransferKind = Literal["shm", "tcp"]
+CacheType = Literal["auto", "fp8", "packed", "bfloat16", "float32"]
+"""``models.base.CacheForm``, and ``fp8`` of models without caches of their own kind."""
 HitPolicy = Literal["exact", "replay"]
 GraphUse = bool | Literal["auto", "on", "off"]
 Prefetch = Literal["best_effort", "wait", "timeout"]
@@ -125,8 +127,10 @@ class EngineConfig:
         num_draft_tokens: most drafts of a sequence and step; ``None`` = 4 by prompt lookup, all that the model's stages make.
         ngram_min, ngram_max: how many of the newest tokens must have occurred before, and how many are compared at most.
         draft_budget: most draft rows of one step; ``None`` = found from the times of completed steps.
-        kv_cache_dtype: how models with compressed caches keep their rows: ``packed`` (FP8 and FP4 records), ``bfloat16`` or
-            ``float32``, with the same values; ``auto`` = packed where the model allows it. Other models keep KV in ``dtype``.
+        kv_cache_dtype: ``auto`` keeps KV in ``dtype``; ``fp8``, of models of the Llama family, as 8-bit floats (e4m3) with the checkpoint's
+            scales if it has any: half the bytes of 16 bits everywhere, so twice the tokens, and approximate. Models with compressed
+            caches keep their rows ``packed`` (FP8 and FP4 records), in ``bfloat16`` or ``float32``, with the same values; ``auto`` is
+            packed there where the model allows it.
         yoco_prefill_truncation: of models whose decoder reads one cache made by their encoder: leave the decoder's rows of all but a
             prompt's last tokens out (``compact``) or keep later rows from seeing them (``mask``). Approximate unless enough tokens
             are kept; ``None`` = ``YOCO_PREFILL_TRUNCATION_MODE``, else ``off``.
@@ -204,7 +208,7 @@ class EngineConfig:
     draft_budget: int | None = None
     num_threads: int | None = None
     quiet: bool | None = None
-    kv_cache_dtype: CacheForm = "auto"
+    kv_cache_dtype: CacheType = "auto"
     yoco_prefill_truncation: Truncation | None = None
     yoco_prefill_keep_tokens: int | None = None
     max_backtracking_tokens: int | None = None
@@ -279,8 +283,8 @@ class EngineConfig:
         object.__setattr__(self, "dtype", name)
 
     def _check_caches(self) -> None:
-        if self.kv_cache_dtype not in get_args(CacheForm):
-            raise ConfigError(f"kv_cache_dtype must be one of {', '.join(get_args(CacheForm))}, got {self.kv_cache_dtype!r}")
+        if self.kv_cache_dtype not in get_args(CacheType):
+            raise ConfigError(f"kv_cache_dtype must be one of {', '.join(get_args(CacheType))}, got {self.kv_cache_dtype!r}")
         if self.yoco_prefill_truncation is not None and self.yoco_prefill_truncation not in get_args(Truncation):
             raise ConfigError(
                 f"yoco_prefill_truncation must be one of {', '.join(get_args(Truncation))}, got {self.yoco_prefill_truncation!r}"

@@ -7,7 +7,8 @@ from dataclasses import replace
 from deepinfer.engine import environ
 from deepinfer.engine.config import EngineConfig
 from deepinfer.errors import ConfigError
-from deepinfer.models.base import ConfigurableModel, Drafter, Model, ModelOptions
+from deepinfer.models.base import ConfigurableModel, Drafter, Fp8CacheModel, Model, ModelOptions
+from deepinfer.models.loaders import no_fp8_cache
 from deepinfer.speculative import SpeculativeSettings
 
 _DEFAULT_BLOCK = 64
@@ -45,17 +46,22 @@ def configure_model(config: EngineConfig, model: Model, max_draft: int, drafts: 
     Raises:
         ConfigError: a value the model cannot run with, or a setting it does not have.
     """
+    form = config.kv_cache_dtype
+    if form == "fp8":
+        if not isinstance(model, Fp8CacheModel):
+            raise no_fp8_cache(config.model)
+        form = "auto"  # of what else it may keep
     if not isinstance(model, ConfigurableModel):
         asked = [name for name in _SETTINGS if getattr(config, name) is not None]
-        if config.kv_cache_dtype != "auto":
-            asked.append("kv_cache_dtype")
+        if form != "auto":
+            asked.append(f"kv_cache_dtype={form!r}")
         if asked:
             raise ConfigError(f"{asked[0]} is a setting of models with compressed caches; leave it out for {config.model}")
         return ModelOptions(max_draft=max_draft, drafts=drafts)
     mode, keep, back = config.yoco_prefill_truncation, config.yoco_prefill_keep_tokens, config.max_backtracking_tokens
     return model.configure(
         ModelOptions(
-            cache_form=config.kv_cache_dtype,
+            cache_form=form,
             truncation=environ.get("YOCO_PREFILL_TRUNCATION_MODE") if mode is None else mode,
             keep_tokens=environ.get("YOCO_PREFILL_KEEP_TOKENS") if keep is None else keep,
             max_backtracking=environ.get("MAX_BACKTRACKING_TOKENS") if back is None else back,

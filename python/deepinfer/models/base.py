@@ -396,6 +396,18 @@ class PackingModel(Model, Protocol):
         """Of all weights that are packed; 0 also where they had to be expanded once they were loaded."""
 
 
+@runtime_checkable
+class Fp8CacheModel(Model, Protocol):
+    """A model that can keep keys and values as 8-bit floats (``kernels.fp8_cache``)."""
+
+    def use_fp8_cache(self, scales: Mapping[str, float]) -> None:
+        """Called once, before weights are loaded, where an engine wants it: ``kv_groups`` then declares keys and values in float8_e4m3fn.
+
+        ``scales``: what the checkpoint has of tensors that end in ``.k_scale`` or ``.v_scale``, each one number above 0. Raises
+        ``CheckpointError`` for one that belongs to nothing of the model.
+        """
+
+
 class Fillable(Protocol):
     """The part of a loadable model that takes its weights."""
 

@@ -16,6 +16,7 @@ import torch
 from .base import ConfigurableModel, Fillable, LoadableModel, PagedGroup, StateGroup
 from .loaders.dummy import DummyFp8Source
 from .loaders.fp8 import Fp8Source, may_pack
+from .loaders.load import keep_fp8_cache, no_fp8_cache
 from .registry import architecture_of, resolve_architecture
 
 _OWN: dict[str, str] = {"DeepseekV41ForCausalLM": "deepinfer.models.deepseek_v41.sizes:read_sizes"}
@@ -79,18 +80,25 @@ def _packed_bytes(family: type[LoadableModel], config: Mapping[str, Any], dtype:
     return resident_bytes(make(config, dtype, torch.device("meta"), source.packable()))
 
 
-def read_sizes(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16, block_tokens: int = 64) -> ModelSizes:
+def read_sizes(
+    config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16, block_tokens: int = 64, fp8_cache: bool = False
+) -> ModelSizes:
     """Sizes of the model that ``config`` describes, run in ``dtype`` with KV blocks of ``block_tokens`` (unless the family fixes them).
+    ``fp8_cache``: with KV in 8-bit floats.
 
-    Raises ``UnsupportedModelError``, ``UnsupportedConfigError`` or ``UnsupportedFormatError`` as loading it would.
+    Raises ``UnsupportedModelError``, ``UnsupportedConfigError``, ``UnsupportedFormatError`` or ``ConfigError`` as loading it would.
     """
     architecture = architecture_of(config)
     if architecture in _OWN:
+        if fp8_cache:
+            raise no_fp8_cache(architecture)
         module, _, name = _OWN[architecture].partition(":")
         own: Callable[[Mapping[str, Any], torch.dtype], ModelSizes] = getattr(importlib.import_module(module), name)
         return own(config, dtype)
     family = resolve_architecture(architecture)
     model = family.from_config(config, dtype, torch.device("meta"))
+    if fp8_cache:
+        keep_fp8_cache(model, {}, architecture)
     paged, state = model.kv_groups(model.block_tokens if isinstance(model, ConfigurableModel) else block_tokens)
     parameters, nbytes = sum(map(prod, model.parameter_shapes().values())), resident_bytes(model)
     packed = _packed_bytes(family, config, dtype, model)

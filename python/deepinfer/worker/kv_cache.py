@@ -59,7 +59,8 @@ class KVCache:
             s = torch.where(mine, src, 0)
             d = torch.where(mine, dst, 0)
             for tensor in members:
-                tensor.index_copy_(0, d, tensor.index_select(0, s))
+                whole = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # torch copies no 8-bit floats by index
+                whole.index_copy_(0, d, whole.index_select(0, s))
 
     def clone_states(self, commands: torch.Tensor) -> None:
         """Copies state rows: int32 ``[c, 2]`` rows of (source slot, destination slot)."""

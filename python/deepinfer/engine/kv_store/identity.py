@@ -21,6 +21,7 @@ from deepinfer.kvcache.objects import GRAIN
 from deepinfer.models import ResolvedModel, resolve_model
 from deepinfer.models.base import PagedGroup, StateGroup
 from deepinfer.models.contract import checked_groups
+from deepinfer.models.loaders import keep_fp8_cache
 from deepinfer.models.registry import resolve_architecture
 
 
@@ -39,7 +40,10 @@ class NamesOfKv(TypedDict):
 def values_of(config: EngineConfig, run: RunConfig, resolved: ResolvedModel, state: Sequence[StateGroup]) -> dict[str, str]:
     """What KV values depend on besides tokens and the shapes of the groups."""
     dtype = str(run.dtype).removeprefix("torch.")
+    # Scales of 8-bit KV are in the checkpoint, so that its revision tells them too.
+    form = {"KV cache": "fp8"} if config.kv_cache_dtype == "fp8" else {}
     return {
+        **form,
         "model": resolved.model_id,
         "revision": resolved.revision,
         "weights": f"dummy {config.seed}" if config.load_format == "dummy" else resolved.weight_format,
@@ -54,12 +58,13 @@ def names_of(
     values: dict[str, str], run: RunConfig, paged: Sequence[PagedGroup], state: Sequence[StateGroup], stored: bool, salt: bytes
 ) -> NamesOfKv:
     """What the names of KV are made of besides tokens and the size of a block. ``stored``: there is a KV store."""
+    kept = "/".join(values[name] for name in ("dtype", "KV cache") if name in values)
     return NamesOfKv(
         model=values["model"],
         revision=values["revision"],
         weight_format=values["weights"],
         # Slices of states and what is in a KV store are found by hash alone, by other engines too.
-        kv_format=f"{values['dtype']}/{form_of(paged, state)}" if state or stored else values["dtype"],
+        kv_format=f"{kept}/{form_of(paged, state)}" if state or stored else kept,
         # The same operators give other bits on another processor or with another torch; only a store brings such KV together.
         numerics=f"{values['numerics']}/{run.platform.arithmetic}" if stored else values["numerics"],
         hit_policy=values["hit policy"],
@@ -84,6 +89,8 @@ def identity_of(config: EngineConfig, cache_salt: str = "") -> dict[str, Any]:
     """
     run, resolved = config.resolve(), resolve_model(config.model, config.revision, config.load_format)
     model = resolve_architecture(resolved.architecture).from_config(resolved.config, run.dtype, torch.device("meta"))
+    if config.kv_cache_dtype == "fp8":
+        keep_fp8_cache(model, {}, config.model)
     drafting = drafting_of(config, model)
     drafts = 0 if drafting is None else drafting.num_draft_tokens or 0
     configure_model(config, model, drafts, drafting is not None and drafting.method != "ngram" and drafts > 0)

@@ -6,6 +6,7 @@ stream is float32; projections run in the run dtype, attention and norms in floa
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import KernelBuildError
+from ...kernels.fp8_cache import CacheScales
 from ...kernels.kv_write import kv_write
 from ...kernels.linear import PackedLinear, pack_linear, row_bucket, row_quantum
 from ...kernels.paged_attention import make_plan, paged_attention, safe_query_block
@@ -21,6 +23,7 @@ from ...kernels.rope import RopeTable
 from ...kernels.swiglu import swiglu
 from ..base import DecodeRows, ForwardBatch, PagedGroup, PromptRows, Source, StateGroup
 from ..registry import architecture_of
+from .cache_scales import OPTIONAL, layer_scales
 from .containers import LayerParameters, LlamaParameters
 from .fused import FusedForward
 from .ops import split_heads
@@ -67,6 +70,7 @@ class LlamaModel:
         self._row_quantum = row_quantum(device)
         self._invariant = True
         self._packs = bool(parameters.packed)
+        self._cache_scales: tuple[CacheScales, ...] | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
@@ -88,8 +92,8 @@ class LlamaModel:
         return self._places.shapes()
 
     def optional_tensors(self) -> tuple[str, ...]:
-        """Old checkpoints store rotary frequencies; some tied ones store the head a second time."""
-        return ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if self.topology.tied else ()))
+        """Old checkpoints store rotary frequencies, some tied ones the head a second time, some scales for KV in 8 bits."""
+        return ("*.rotary_emb.inv_freq", *OPTIONAL, *(("lm_head.weight",) if self.topology.tied else ()))
 
     def parameter(self, name: str) -> torch.Tensor:
         """See ``base.LoadableModel``."""
@@ -99,11 +103,22 @@ class LlamaModel:
         """See ``base.BatchDependentModel``: rows are neither padded nor run in pieces whose bits agree."""
         self._invariant = False
 
+    def use_fp8_cache(self, scales: Mapping[str, float]) -> None:
+        """See ``base.Fp8CacheModel``."""
+        self._cache_scales = layer_scales(scales, self.topology.layers)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values as they are kept."""
+        return self.dtype if self._cache_scales is None else torch.float8_e4m3fn
+
     def finish_loading(self) -> None:
         """Makes the fused forward if its kernels are there, else packs the weights for the reference operators."""
         self._places.close()
         assert self._unpacked is not None
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self._cache_scales is not None:
+            warnings.warn("KV in 8-bit floats has no GPU kernels: the model runs on its reference operators", RuntimeWarning, stacklevel=2)
+        elif self.device.type == "cuda":
             try:
                 self._fused = FusedForward(self.topology, self._unpacked, self._rope, self.dtype, self.device, self._invariant)
             except KernelBuildError:  # said once in a warning by whoever missed the kernel
@@ -130,15 +145,19 @@ class LlamaModel:
     @property
     def remarks(self) -> tuple[str, ...]:
         """See ``base.RemarkingModel``."""
-        if not self._packs:
-            return ()
-        nbytes, dtype = self.packed_bytes, str(self.dtype).removeprefix("torch.")
-        if not nbytes:
-            return (f"FP8 weights are expanded to {dtype}: their kernels could not be used, see the warning",)
-        return (f"FP8 weights stay packed, {nbytes / 1e9:.2f} GB, and are multiplied as {dtype}",)
+        said, dtype = [], str(self.dtype).removeprefix("torch.")
+        if self._packs and self.packed_bytes:
+            said.append(f"FP8 weights stay packed, {self.packed_bytes / 1e9:.2f} GB, and are multiplied as {dtype}")
+        elif self._packs:
+            said.append(f"FP8 weights are expanded to {dtype}: their kernels could not be used, see the warning")
+        if self._cache_scales is not None:
+            scaled = any(scales != CacheScales() for scales in self._cache_scales)
+            whose = "with the checkpoint's scales" if scaled else "without scales: the checkpoint has none"
+            said.append(f"KV is kept in 8-bit floats (e4m3), {whose}; answers are approximate")
+        return tuple(said)
 
     def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:
-        """One paged group: keys and values of every layer, in the run dtype, under ``layers.<i>.k`` and ``layers.<i>.v``."""
+        """One paged group: keys and values of every layer, in ``cache_dtype``, under ``layers.<i>.k`` and ``layers.<i>.v``."""
         if self._fused is not None:
             try:
                 self._fused.use_pages(block_tokens)
@@ -146,7 +165,7 @@ class LlamaModel:
                 self._fused = None
                 self._pack()
         names = tuple(name for pair in self._names for name in pair)
-        source = Source(names, block_tokens, (self.topology.kv_heads, self.topology.head_dim), self.dtype)
+        source = Source(names, block_tokens, (self.topology.kv_heads, self.topology.head_dim), self.cache_dtype)
         return [PagedGroup(block_tokens, (source,))], []
 
     @torch.inference_mode()
@@ -165,13 +184,16 @@ class LlamaModel:
         )
         scale = t.head_dim**-0.5
         x = F.embedding(ids, self._embed).float()
-        for layer, (k_name, v_name) in zip(self._layers, self._names, strict=True):
+        scales = self._cache_scales or (CacheScales(),) * t.layers
+        for layer, (k_name, v_name), of_cache in zip(self._layers, self._names, scales, strict=True):
             k_cache, v_cache = kv[k_name], kv[v_name]
             normed = rms_norm(x, layer.input_norm, t.eps, self.dtype)
             q, k, v = split_heads(layer.qkv(normed), t.heads, t.kv_heads, t.head_dim, layer.qk_norm, t.eps, cos, sin)
-            kv_write(k_cache, k, slots)
-            kv_write(v_cache, v, slots)
-            attended = paged_attention(q, k_cache, v_cache, plan, scale, layer.window)
+            kv_write(k_cache, k.to(self.dtype), slots, of_cache.key)
+            kv_write(v_cache, v, slots, of_cache.value)
+            attended = paged_attention(q, k_cache, v_cache, plan, scale * of_cache.key, layer.window)
+            if of_cache.value != 1.0:
+                attended *= of_cache.value
             x += layer.out(attended.view(rows, t.q_size).to(self.dtype))
             normed = rms_norm(x, layer.post_norm, t.eps, self.dtype)
             x += layer.down(swiglu(layer.gate_up(normed)))

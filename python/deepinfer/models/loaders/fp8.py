@@ -2,7 +2,7 @@
 
 A weight ``W`` stored as ``W.weight`` (8-bit float) comes with ``W.weight_scale_inv`` (blocks of ``weight_block_size``) or
 ``W.weight_scale`` (per tensor or per output row); both multiply. Scales of activations and of KV only matter to 8-bit
-arithmetic and are skipped.
+arithmetic and are skipped; those of KV are read by ``kv_scales`` where KV is kept in 8 bits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def may_pack(quantization: Mapping[str, Any]) -> bool:
 
 
 class Fp8Source:
-    """A ``WeightSource`` over stored tensors whose linear weights are FP8."""
+    """A ``WeightSource`` over ``stored`` tensors whose linear weights are FP8."""
 
     reads_ahead = True
 
@@ -61,7 +61,7 @@ class Fp8Source:
         if quantization.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise UnsupportedConfigError(f"config field 'quantization_config.fmt' = {quantization['fmt']!r} is not implemented; e4m3 is")
         self._block = block_of(quantization)
-        self._stored = stored
+        self.stored = stored
         present = set(stored.names())
         self._scale_of: dict[str, str] = {}
         for name in present:
@@ -90,25 +90,25 @@ class Fp8Source:
     def shape(self, name: str) -> tuple[int, ...]:
         """See ``WeightSource``."""
         if name in self._kept:
-            rows, columns = self._stored.shape(self._kept[name])
+            rows, columns = self.stored.shape(self._kept[name])
             return scale_shape(rows, columns)
-        return self._stored.shape(name)
+        return self.stored.shape(name)
 
     def where(self, name: str) -> str:
         """See ``WeightSource``."""
-        return self._stored.where(self._scale_of[self._kept[name]] if name in self._kept else name)
+        return self.stored.where(self._scale_of[self._kept[name]] if name in self._kept else name)
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor in float32; as stored, if it is not FP8 or is kept."""
         if name in self._kept:
             return self._kept_scale(self._kept[name])
-        tensor = self._stored.read(name)
+        tensor = self.stored.read(name)
         if tensor.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
             return tensor
         scale_name = self._scale_of.get(name)
         if scale_name is None:
             raise CheckpointError(f"tensor {name!r} in {self.where(name)} is FP8, but neither {name}_scale_inv nor {name}_scale is there")
-        scale = self._stored.read(scale_name).float()
+        scale = self.stored.read(scale_name).float()
         if name + PACKED_SCALE not in self._kept:
             return self._expand(name, tensor.float(), scale, scale_name)
         self._check_kept(name, tensor, scale, scale_name)
@@ -116,11 +116,11 @@ class Fp8Source:
 
     def _scale_block(self, name: str) -> tuple[int, int] | None:
         """Rows and columns that share a scale of ``name``, if it can be kept; reads no data."""
-        scale_name, shape = self._scale_of.get(name), self._stored.shape(name)
-        if scale_name is None or len(shape) != 2 or self._stored.dtypes.get(name) != _PACKED_TYPE:
+        scale_name, shape = self._scale_of.get(name), self.stored.shape(name)
+        if scale_name is None or len(shape) != 2 or self.stored.dtypes.get(name) != _PACKED_TYPE:
             return None
         rows, columns = shape
-        of_scale = self._stored.shape(scale_name)
+        of_scale = self.stored.shape(scale_name)
         if of_scale in ((), (1,), (1, 1)):
             return rows, columns
         block = self._block
@@ -129,9 +129,9 @@ class Fp8Source:
         return block
 
     def _kept_scale(self, name: str) -> torch.Tensor:
-        rows, columns = self._stored.shape(name)
+        rows, columns = self.stored.shape(name)
         down, across = block = self._scale_block(name) or (rows, columns)
-        scale = self._stored.read(self._scale_of[name]).float()
+        scale = self.stored.read(self._scale_of[name]).float()
         return spread_scale(scale.reshape(-(-rows // down), -(-columns // across)), (rows, columns), block)
 
     def _check_kept(self, name: str, values: torch.Tensor, scale: torch.Tensor, scale_name: str) -> None:

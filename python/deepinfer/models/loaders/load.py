@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Protocol, get_args, runtime_checkable
 
 import torch
 
 from ...errors import ConfigError, UnsupportedFormatError
-from ..base import BatchDependentModel, LoadableModel, PackingModel, WeightForm
+from ..base import BatchDependentModel, Fp8CacheModel, LoadableModel, Model, PackingModel, WeightForm
 from ..contract import check_model
 from ..places import PACKED_SCALE
 from ..registry import resolve_architecture
 from .dummy import DummyFp8Source, DummySource
 from .fp8 import Fp8Source
+from .kv_scales import read_kv_scales
 from .resolved import ResolvedModel
 from .safetensors_source import SafetensorsSource
 from .source import Progress, WeightSource, fill
@@ -113,6 +114,21 @@ def model_of_size(source: ResolvedModel, dtype: torch.dtype, device: torch.devic
     return _prepared(source, dtype, device, load_format, 0, weights, meta)[0]
 
 
+def no_fp8_cache(name: str) -> ConfigError:
+    """What is said of a model that keeps no KV in 8-bit floats; ``name``: which."""
+    return ConfigError(
+        f"kv_cache_dtype='fp8' is for models of the Llama family, which keep keys and values as they are; {name} has caches of its own: "
+        "leave it out"
+    )
+
+
+def keep_fp8_cache(model: Model, scales: Mapping[str, float], name: str) -> None:
+    """Has ``model``, which ``name`` is, keep keys and values as 8-bit floats. Raises ``ConfigError`` if it cannot, else as it does."""
+    if not isinstance(model, Fp8CacheModel):
+        raise no_fp8_cache(name)
+    model.use_fp8_cache(scales)
+
+
 def load_model(
     source: ResolvedModel,
     dtype: torch.dtype = torch.float32,
@@ -122,13 +138,15 @@ def load_model(
     progress: Progress | None = None,
     batch_invariant: bool = True,
     weights: WeightForm = "auto",
+    fp8_cache: bool = False,
 ) -> LoadableModel:
     """Builds the model of ``source`` on ``device`` with run dtype ``dtype`` and fills it.
 
     ``load_format``: ``auto``, ``safetensors``, ``gguf`` or ``dummy`` (random weights from ``seed``, needs only the config).
     ``progress(done, total)`` counts bytes of parameters. Without ``batch_invariant`` a family may take its fastest way for every number of
     rows, if it has one (``base.BatchDependentModel``). ``weights``: whether those of FP8 checkpoints stay ``packed`` (an error where they
-    cannot) or are ``expanded``; ``auto``: expanded unless they took more than half of a GPU. Raises ``UnsupportedModelError``,
+    cannot) or are ``expanded``; ``auto``: expanded unless they took more than half of a GPU. ``fp8_cache``: KV is kept as 8-bit floats
+    with the checkpoint's scales (an error for a family that cannot, see ``base.Fp8CacheModel``). Raises ``UnsupportedModelError``,
     ``UnsupportedConfigError``, ``UnsupportedFormatError``, ``CheckpointError`` or ``ConfigError``; ``ModelContractError`` for a family of
     another package that does not keep the contract of ``base``.
     """
@@ -139,6 +157,8 @@ def load_model(
     if weights not in get_args(WeightForm):
         raise ConfigError(f"weights={weights!r} is not one of {', '.join(get_args(WeightForm))}")
     family, device = resolve_architecture(source.architecture), torch.device(device)
+    if fp8_cache and not hasattr(family, "use_fp8_cache"):  # said before anything is read
+        raise no_fp8_cache(source.name)
     if isinstance(family, LoadsItself):
         model = family.from_checkpoint(source, dtype, device, load_format, seed, progress)
         check_model(model)
@@ -147,6 +167,8 @@ def load_model(
         check_model(model)
         if not batch_invariant and isinstance(model, BatchDependentModel):
             model.allow_batch_dependence()
+        if fp8_cache:
+            keep_fp8_cache(model, read_kv_scales(stored), source.name)
         fill(model, stored, progress)
     if weights == "packed" and not (isinstance(model, PackingModel) and model.packed_bytes):
         raise ConfigError(
