@@ -32,6 +32,7 @@ HEIGHT = {
     "structured_outputs": 0,
     "outputs": 0,
     "_core": 0,
+    "collector": 0,
     "core_check": 0,
 }
 

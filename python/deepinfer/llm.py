@@ -1,7 +1,7 @@
-"""What a user imports: `LLM` for scripts and batches, `AsyncLLM` and `PrefillDecodePair` for servers.
+"""What a user imports for scripts and batches: `LLM`, which drives an engine in this process.
 
-Owns: the front ends. Never touches: tensors, scheduling, HTTP. `LLM` drives an engine in this process; `AsyncLLM`
-(`deepinfer.engine.async_engine`) keeps one in a process of its own, `PrefillDecodePair` (`deepinfer.engine.roles.pair`) two.
+Owns: that front end. Never touches: tensors, scheduling, HTTP. Those for servers are `AsyncLLM` (`deepinfer.engine.async_engine`), with an
+engine in a process of its own, and `PrefillDecodePair` (`deepinfer.engine.roles.pair`), with two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from deepinfer.engine.async_engine import AsyncLLM
 from deepinfer.engine.chat_template import Message
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.grammars import make_grammar_service
@@ -26,7 +25,6 @@ from deepinfer.engine.input_processor import ModelLimits, Prompt, PromptDict, ma
 from deepinfer.engine.interrupt import hold_interrupts
 from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check_mode
 from deepinfer.engine.request import EngineRequest
-from deepinfer.engine.roles.pair import PrefillDecodePair
 from deepinfer.engine.text_side import load_text_side
 from deepinfer.engine.tokenizer import Tokenizer
 from deepinfer.errors import EngineDeadError, GrammarError, InvalidRequestError
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine
     from deepinfer.engine.step_log import EngineMetrics
 
-__all__ = ["LLM", "AsyncLLM", "PrefillDecodePair"]
+__all__ = ["LLM"]
 
 _REST = 0.01
 """Longest sleep of a turn that found nothing to run, seconds: other threads wait for theirs, and so does Ctrl-C."""

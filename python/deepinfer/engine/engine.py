@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer import _core
+from deepinfer.collector import settle
 from deepinfer.engine.answers import Answers, streams
 from deepinfer.engine.assembly import assemble
 from deepinfer.engine.config import EngineConfig
@@ -89,6 +90,7 @@ class Engine(EngineHooks):
         slices: SliceTier | None = None,
         store: BlockTier | None = None,
     ) -> None:
+        settle()  # a start collects several times
         made = assemble(config, progress, slices, store)
         self.config, self.run, self.options = config, made.run, made.options
         self.resolved = made.resolved
@@ -127,8 +129,7 @@ class Engine(EngineHooks):
         self.init_pd_split()
         if self._group is not None:
             self._group.enter(self._core)
-        gc.collect()
-        gc.freeze()  # weights and modules live for the process: later collections need not walk them
+        settle()  # weights live as long as the engine: later collections need not walk them
 
     # Requests
 
