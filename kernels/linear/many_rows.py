@@ -80,6 +80,8 @@ def many_rows(
     groups = tokens // 64
     threads = 128 * groups
     halves = 2 if gated else 1
+    parts = chunk // 64 if gated else 1  # of a chunk, each with gate and up in one piece of shared memory: one product for both
+    part = chunk // parts
     rounds, rest = divmod(chunks, w_stages)
     everyone = (1 << cluster) - 1 if cluster > 1 else None
     policy = T.GemmWarpPolicy.FullRow
@@ -88,10 +90,13 @@ def many_rows(
 
     @T.macro
     def fetch_weight(weight, w_s, w_full, out_block, n, at):
-        for h in T.unroll(halves):
+        for p, h in T.grid(parts, halves):
             T.tma_copy(
-                weight[h * out_features + out_block * tile : h * out_features + out_block * tile + tile, at * chunk : at * chunk + chunk],
-                w_s[n % w_stages, h, :, :],
+                weight[
+                    h * out_features + out_block * tile : h * out_features + out_block * tile + tile,
+                    at * chunk + p * part : at * chunk + p * part + part,
+                ],
+                w_s[n % w_stages, p, h * tile : h * tile + tile, :],
                 barrier=w_full[n % w_stages],
                 cluster_mask=everyone,
             )
@@ -100,23 +105,23 @@ def many_rows(
 
     @T.macro
     def fetch_rows(x, x_s, x_full, row_block, n, at):
-        T.tma_copy(
-            x[row_block * tokens : row_block * tokens + tokens, at * chunk : at * chunk + chunk],
-            x_s[n % x_stages, :, :],
-            barrier=x_full[n % x_stages],
-        )
+        for p in T.unroll(parts):
+            T.tma_copy(
+                x[row_block * tokens : row_block * tokens + tokens, at * chunk + p * part : at * chunk + p * part + part],
+                x_s[n % x_stages, p, :, :],
+                barrier=x_full[n % x_stages],
+            )
         if T.shuffle_elect(32):
             T.mbarrier_arrive(x_full[n % x_stages])
 
     @T.macro
-    def multiply(x_s, w_s, w_full, x_full, done, total, up, thread, turn, r, s, more):
+    def multiply(x_s, w_s, w_full, x_full, done, total, thread, turn, r, s, more):
         T.mbarrier_wait_parity(w_full[s], (turn * rounds + r) % 2)
         T.mbarrier_wait_parity(x_full[s % x_stages], ((turn * rounds + r) * (w_stages // x_stages) + s // x_stages) % 2)
-        T.wgmma_gemm(x_s[s % x_stages, :, :], w_s[s, 0, :, :], total, transpose_B=True, policy=policy)
-        if gated:
-            T.wgmma_gemm(x_s[s % x_stages, :, :], w_s[s, 1, :, :], up, transpose_B=True, policy=policy)
+        for p in T.unroll(parts):
+            T.wgmma_gemm(x_s[s % x_stages, p, :, :], w_s[s, p, :, :], total, transpose_B=True, policy=policy)
         # what was begun before this chunk is done: its places may be filled again, unless nothing more is to come
-        T.wait_wgmma(halves)
+        T.wait_wgmma(parts)
         if r * w_stages + s > 0 and (more or r * w_stages + s - 1 < chunks - x_stages) and thread % 128 < cluster:
             T.mbarrier_arrive(done[(s + w_stages - 1) % w_stages], thread % 128)
 
@@ -124,8 +129,9 @@ def many_rows(
     def finish(out, total, up, row_block, out_block):
         if gated:
             for i, j in T.Parallel(tokens, tile):
+                up[i, j] = T.cast(T.cast(total[i, tile + j], dtype), "float32")
+            for i, j in T.Parallel(tokens, tile):
                 total[i, j] = T.cast(T.cast(total[i, j], dtype), "float32")
-                up[i, j] = T.cast(T.cast(up[i, j], dtype), "float32")
             for i, j in T.Parallel(tokens, tile):
                 total[i, j] = quotient(d, total[i, j], 1.0 + T.exp(-total[i, j])) * up[i, j]
         for i, j in T.Parallel(tokens, tile):
@@ -146,9 +152,9 @@ def many_rows(
             prelude=prelude(d),
             cluster_dims=cluster,
         ) as (row_block, first):
-            w_s = T.alloc_shared((w_stages, halves, tile, chunk), dtype)
-            x_s = T.alloc_shared((x_stages, tokens, chunk), dtype)
-            total = T.alloc_fragment((tokens, tile), "float32")
+            w_s = T.alloc_shared((w_stages, parts, halves * tile, part), dtype)
+            x_s = T.alloc_shared((x_stages, parts, tokens, part), dtype)
+            total = T.alloc_fragment((tokens, halves * tile), "float32")
             up = T.alloc_fragment((tokens, tile), "float32") if gated else total
             w_full = T.alloc_barrier([1] * w_stages)
             x_full = T.alloc_barrier([1] * x_stages)
@@ -172,14 +178,12 @@ def many_rows(
             else:
                 for turn in T.serial(turns):
                     T.clear(total)
-                    if gated:
-                        T.clear(up)
                     for r in T.serial(rounds):
                         for s in T.unroll(w_stages):
-                            multiply(x_s, w_s, w_full, x_full, done, total, up, thread, turn, r, s, turn + 1 < turns)
+                            multiply(x_s, w_s, w_full, x_full, done, total, thread, turn, r, s, turn + 1 < turns)
                     if rest > 0:
                         for s in T.unroll(rest):
-                            multiply(x_s, w_s, w_full, x_full, done, total, up, thread, turn, rounds, s, turn + 1 < turns)
+                            multiply(x_s, w_s, w_full, x_full, done, total, thread, turn, rounds, s, turn + 1 < turns)
                     T.wait_wgmma(0)
                     if turn + 1 < turns and thread % 128 < cluster:
                         T.mbarrier_arrive(done[(chunks - 1) % w_stages], thread % 128)
