@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from deepinfer.engine.engine import Engine
 from deepinfer.errors import CapacityError, ConfigError
 from deepinfer.models.base import PagedGroup, Source, StateGroup
+from deepinfer.platforms import host_memory
 from deepinfer.sampling import SamplingParams
+from deepinfer.worker import host_pages
 from deepinfer.worker.host_pages import HostPages, sort_commands
 from deepinfer.worker.kv_cache import KVCache
 from engine_kit import generate, make_engine, random_prompts, same_bits, tiny_checkpoint
@@ -74,6 +77,43 @@ def test_rates_are_measured(device: str) -> None:
         assert engine._rates.bytes_per_s > 1e6 and engine._rates.prefill_tokens_per_s == 0
         generate(engine, random_prompts((200,)), PARAMS[:1])
         assert engine._rates.prefill_tokens_per_s > 1
+
+
+def test_victims_are_computed_again_until_host_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where page-locking takes longer than the rest of a start; answers are the same."""
+    go = threading.Event()
+
+    def lock(host: torch.Tensor, device: torch.device) -> int:
+        go.wait(60)
+        return 0
+
+    monkeypatch.setattr(host_memory, "_lock", lock)
+    monkeypatch.setattr(host_pages, "_plain", host_pages._locked_later)
+    monkeypatch.setattr(HostPages, "copy_some", lambda self, pages: 1 << 40)  # through the memory itself on a CPU
+    with make_engine(tiny_checkpoint("llama"), "cpu", enable_prefix_caching=False, swap_space_gib=0.01, **SMALL) as engine:
+        first = generate(engine, PROMPTS, PARAMS)
+        stats = engine.core_stats()
+        assert stats["preemptions"] > 0 and not stats["swapped_out"] and not engine._runner.can_swap()
+        go.set()
+        assert engine._runner.moves.host is not None
+        for rows in engine._runner.moves.host._groups:
+            rows._memory.get()
+        second = generate(engine, PROMPTS, PARAMS)
+        assert engine._runner.can_swap() and engine.core_stats()["swapped_out"] > 0
+    assert all(map(same_bits, first, second))
+
+
+def test_memory_that_cannot_be_locked_is_a_warning_and_nobody_is_swapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_memory, "_lock", lambda host, device: 2)
+    monkeypatch.setattr(host_pages, "_plain", host_pages._locked_later)
+    monkeypatch.setattr(HostPages, "copy_some", lambda self, pages: 1 << 40)
+    with make_engine(tiny_checkpoint("llama"), "cpu", swap_space_gib=0.01, **SMALL) as engine:
+        assert all(answer.finish == "length" for answer in generate(engine, PROMPTS, PARAMS))
+        stats = engine.core_stats()
+        assert stats["preemptions"] > 0 and not stats["swapped_out"] and not engine._runner.can_swap()
+    assert len(caplog.records) == 1 and "computed again; lower swap_space_gib" in caplog.text
 
 
 def test_the_host_pool_is_bounded(device: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepinfer.errors import ConfigError
+from deepinfer.errors import CapacityError, ConfigError
 from deepinfer.platforms import check_visible_devices, get_platform, host_memory
 from deepinfer.platforms.cpu import CpuPlatform
 from deepinfer.platforms.cuda import NO_WORKSPACE, CudaPlatform, cublas_workspace
-from deepinfer.platforms.host_memory import register_host, unregister_host
+from deepinfer.platforms.host_memory import LockedLater, register_host, unregister_host
 from deepinfer.platforms.targets import DEFAULT_TARGET, set_default_target
 from deepinfer.platforms.visible import ASCEND, CONTAINER, CUDA
 
@@ -223,6 +225,77 @@ def test_nothing_is_registered_for_a_cpu(fake: FakeDriver) -> None:
     assert not register_host(torch.zeros(4), torch.device("cpu")) and not register_host(torch.zeros(0), GPU)
     unregister_host(torch.zeros(4), torch.device("cpu"))
     assert fake.calls == []
+
+
+def test_memory_is_locked_while_others_go_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    go, seen = threading.Event(), []
+
+    def lock(host: torch.Tensor, device: torch.device) -> int:
+        go.wait(10)
+        seen.append((tuple(host.shape), device, int(host.sum())))
+        return 0
+
+    monkeypatch.setattr(host_memory, "_lock", lock)
+    memory = LockedLater((3, 5), GPU, "victims", "lower swap_space_gib")
+    assert not memory.ready and not seen
+    go.set()
+    host = memory.get()
+    assert memory.ready and seen == [((3, 5), GPU, 0)] and tuple(host.shape) == (3, 5) and memory.get() is host
+    memory.close()
+    assert memory.ready and not caplog.records
+
+
+@pytest.mark.parametrize("fault", [2, RuntimeError("CUDA error: initialization error")], ids=["code", "raised"])
+def test_memory_that_cannot_be_locked_names_what_to_lower(
+    fault: int | Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lock(host: torch.Tensor, device: torch.device) -> int:
+        if isinstance(fault, Exception):
+            raise fault
+        return fault
+
+    monkeypatch.setattr(host_memory, "_lock", lock)
+    memory = LockedLater((1 << 20, 7), GPU, "victims", "lower swap_space_gib")
+    for _ in range(2):
+        with pytest.raises(CapacityError, match=rf"page-lock 0\.01 GiB of host memory for victims \(error {fault}\); lower swap_space_gib"):
+            memory.get()
+    assert not memory.ready and len(caplog.records) == 1 and "swap_space_gib" in caplog.text
+
+
+def test_locking_can_be_stopped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Between pieces: a process that ends does not wait for some GiB."""
+    touched, go = [], threading.Event()
+    zero = torch.Tensor.zero_
+
+    def slow(piece: torch.Tensor) -> torch.Tensor:
+        touched.append(piece.numel())
+        go.wait(10)
+        return zero(piece)
+
+    monkeypatch.setattr(torch.Tensor, "zero_", slow)
+    monkeypatch.setattr(host_memory, "_TOUCHED", 1000)
+    monkeypatch.setattr(host_memory, "_lock", lambda host, device: pytest.fail("it was stopped before"))
+    memory = LockedLater((10, 450), GPU, "victims", "lower swap_space_gib")
+    stopping = threading.Thread(target=memory.close)
+    stopping.start()
+    while not memory._stopped.is_set():
+        time.sleep(0.001)
+    go.set()
+    stopping.join(10)
+    assert not stopping.is_alive() and sum(touched) <= 2000 and not memory.ready and not caplog.records
+    with pytest.raises(CapacityError):
+        memory.get()
+
+
+@pytest.mark.gpu
+def test_memory_locked_later_is_pinned_to_torch() -> None:
+    memory = LockedLater((1 << 10, 1 << 12), GPU, "victims", "lower swap_space_gib")
+    host = memory.get()
+    assert memory.ready and host.is_pinned() and host[5:9].is_pinned() and not host.any()
+    there = torch.arange(1 << 12, device="cuda").to(torch.uint8)
+    host[7].copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(host[7], there.cpu())
 
 
 @pytest.mark.gpu

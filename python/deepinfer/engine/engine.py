@@ -115,7 +115,7 @@ class Engine(EngineHooks):
         self._grammars = GrammarRows(self._core, self._runner)
         with memory_for("copies", self.run, for_pools(self.run)):
             copied = self._runner.measure_swap()
-        self._rates = SwapRates(self._core, copied)
+        self._rates = SwapRates(self._core, copied, self._runner.can_swap)
         self._log = StepLog(self.metrics, 0.0 if self.run.quiet else INTERVAL)
         self._trace: StepTrace | None = None
         self._loop = StepLoop(self._core, self._runner, made.depth, self, self.counters, made.make_drafting(self._core))
@@ -535,7 +535,7 @@ class Engine(EngineHooks):
         self._bell.close()
         if self._group is not None:
             self._group.leave()
-        del self._loop, self._answers, self._grammars, self._role, self._store, self._runner, self._expert_loads, self.model
+        del self._loop, self._answers, self._grammars, self._role, self._store, self._runner, self._rates, self._expert_loads, self.model
         gc.unfreeze()
         gc.collect()
         if self.run.platform.name == "cuda":

@@ -6,7 +6,7 @@ Never touches: the copies, and the choice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deepinfer import _core
@@ -65,10 +65,11 @@ class SwapRates:
     Args:
         core: who is told.
         bytes_per_s: of a copy out and back, measured at the start.
+        ready: whether copies can begin; before, the core is told of none and computes victims again.
     """
 
-    def __init__(self, core: _core.Core, bytes_per_s: float) -> None:
-        self._core = core
+    def __init__(self, core: _core.Core, bytes_per_s: float, ready: Callable[[], bool]) -> None:
+        self._core, self._ready = core, ready
         self.bytes_per_s = bytes_per_s
         self.prefill_tokens_per_s = 0.0
         self._told = (0.0, 0.0)
@@ -81,7 +82,7 @@ class SwapRates:
         rows = header.rows - header.decodes
         if rows >= max(_LEAST_ROWS, 3 * header.decodes) and not header.draft_rows:
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, rows / (times.forward + times.sample))
-        new = (self.bytes_per_s, self.prefill_tokens_per_s)
+        new = (self.bytes_per_s if self._ready() else 0.0, self.prefill_tokens_per_s)
         if any(abs(a - b) > _NEWS * b for a, b in zip(new, self._told, strict=True)):
             self._core.set_rates(*new)
             self._told = new

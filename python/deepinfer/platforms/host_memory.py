@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import weakref
 from functools import cache
 
@@ -25,16 +26,87 @@ def empty_on_host(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         CapacityError: the system does not lock so many pages.
     """
     host = torch.empty(shape, dtype=torch.uint8)
-    if device.type == "cuda" and host.numel():
-        with torch.cuda.device(device):
-            code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), _PORTABLE_AND_MAPPED))
-        if code:
-            raise CapacityError(
-                f"CUDA could not page-lock {host.numel() / 2**30:.2f} GiB of host memory (error {code}); "
-                "raise the limit of locked memory or leave the tables elsewhere"
-            )
-        weakref.finalize(host.untyped_storage(), _unlock, host.data_ptr()).atexit = False
+    if device.type == "cuda" and host.numel() and (code := _lock(host, device)):
+        raise CapacityError(
+            f"CUDA could not page-lock {host.numel() / 2**30:.2f} GiB of host memory (error {code}); "
+            "raise the limit of locked memory or leave the tables elsewhere"
+        )
     return host
+
+
+def _lock(host: torch.Tensor, device: torch.device) -> int:
+    """Page-locks memory in place as long as it lives; gives CUDA's code, 0 = it is locked."""
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), _PORTABLE_AND_MAPPED))
+    if not code:
+        weakref.finalize(host.untyped_storage(), _unlock, host.data_ptr()).atexit = False
+    return code
+
+
+_TOUCHED = 64 << 20
+"""Bytes whose pages a thread has the system make at once; between such pieces it can be stopped."""
+
+
+class LockedLater:
+    """Memory of the host, uint8 of ``shape``, that a thread page-locks for a GPU while others go on. Making the pages of some GiB takes
+    seconds, so it is done first, without CUDA: while CUDA locks them nobody else gets to the device.
+
+    Args:
+        shape: bytes of each axis.
+        device: a GPU.
+        purpose: what it is for, and ``change``: what to lower where it cannot be locked, for people.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device, purpose: str, change: str) -> None:
+        self._host = torch.empty(shape, dtype=torch.uint8)
+        self._failed: str | None = None
+        self._stopped = threading.Event()
+        about = (self._host.numel() / 2**30, purpose, change)
+        self._thread = threading.Thread(target=self._run, args=(device, about), name="deepinfer-page-lock", daemon=True)
+        self._end = weakref.finalize(self, _stop, self._stopped, self._thread)  # at the interpreter's end too
+        self._thread.start()
+
+    def _run(self, device: torch.device, about: tuple[float, str, str]) -> None:
+        flat = self._host.view(-1)
+        for first in range(0, flat.numel(), _TOUCHED):
+            if self._stopped.is_set():
+                self._failed = "it was not wanted any more"
+                return
+            flat[first : first + _TOUCHED].zero_()
+        try:
+            code: int | Exception = _lock(self._host, device)
+        except Exception as e:  # of any kind: whoever wants the memory hears of it
+            code = e
+        if code:
+            size, purpose, change = about
+            self._failed = f"CUDA could not page-lock {size:.2f} GiB of host memory for {purpose} (error {code}); {change}"
+            log.warning("%s", self._failed)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is locked."""
+        return not self._thread.is_alive() and self._failed is None
+
+    def get(self) -> torch.Tensor:
+        """The memory, once it is locked.
+
+        Raises:
+            CapacityError: it cannot be; that has been warned of.
+        """
+        self._thread.join()
+        if self._failed is not None:
+            raise CapacityError(self._failed)
+        return self._host
+
+    def close(self) -> None:
+        """Stops the thread; idempotent."""
+        self._end()
+
+
+def _stop(stopped: threading.Event, thread: threading.Thread) -> None:
+    stopped.set()
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 _ALREADY_REGISTERED, _NOT_REGISTERED = 712, 713

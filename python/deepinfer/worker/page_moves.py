@@ -48,6 +48,11 @@ class PageMoves:
         replica_at = [group.replica_at for group in state]
         self._snapshots = HostSnapshots(self.kv, replica_at, snapshot_places, pinned) if snapshot_places else None
 
+    def close(self) -> None:
+        """Nothing is moved any more."""
+        if self.host is not None:
+            self.host.close()
+
     def sort(self, step: Step) -> None:
         """On the launching thread: orders the swap commands for the copies, and counts their bytes."""
         h, a = step.header, step.slot.a

@@ -242,6 +242,7 @@ class ModelRunner:
     def close(self) -> None:
         """Ends the queue; idempotent."""
         self.queue.close()
+        self.moves.close()
         self._last = None
 
     # Graphs
@@ -287,6 +288,10 @@ class ModelRunner:
             self._graphs = graphs
 
     # Beside the steps, in the queue's order
+
+    def can_swap(self) -> bool:
+        """Whether pages can go to host pages and back without waiting for these to be made ready."""
+        return self.moves.host is not None and self.moves.host.ready
 
     def measure_swap(self, pages: int = 16, repeats: int = 3) -> float:
         """Bytes a second of a copy out and back between the device and its host pages; 0 without them. Waits for the device."""
