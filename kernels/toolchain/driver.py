@@ -22,7 +22,7 @@ from .store import StoredKernel
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_PLAIN_SHARED = 48 * 1024  # a block may have so much without asking
+_PLAIN_SHARED = 48 * 1024  # a block may have so much without asking, what the kernel itself declares included
 
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 _MOST_MAPS = 4096
@@ -150,7 +150,7 @@ class Kernel:
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             _check(cuda.cuModuleLoadData(ctypes.byref(module), stored.code), f"loading {stored.name}")
             _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, stored.entry.encode()), f"finding {stored.entry}")
-            if stored.shared > _PLAIN_SHARED:
+            if stored.shared + stored.resources.static_shared > _PLAIN_SHARED:
                 _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, stored.shared), f"shared memory of {stored.name}")
         self._function = function
         attributes = (_Attribute * 2)()
