@@ -54,6 +54,14 @@ def test_the_page_has_the_limit_of_every_operator() -> None:
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(registry.operators())
 
 
+def test_the_page_has_a_section_for_every_operator() -> None:
+    """Its contract and what it reaches: before the walk, under a title of its own."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    section = page.split("\n## Operators of a GPU path\n")[1].split("\n## ")[0]
+    named = {op for part in section.split("\n### ")[1:] for op in re.findall(r"`(\w+)/cuda.py`", part.split("\n\n")[1])}
+    assert named == set(registry.operators()), "each begins with the file it is about"
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_programs_of_a_shape_can_be_told_apart(name: str) -> None:
     wanted = registry.wanted(NAMED[name])
