@@ -150,7 +150,7 @@ class Kernel:
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             _check(cuda.cuModuleLoadData(ctypes.byref(module), stored.code), f"loading {stored.name}")
             _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, stored.entry.encode()), f"finding {stored.entry}")
-            if stored.shared + stored.resources.static_shared > _PLAIN_SHARED:
+            if stored.shared_bytes > _PLAIN_SHARED:
                 _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, stored.shared), f"shared memory of {stored.name}")
         self._function = function
         attributes = (_Attribute * 2)()
