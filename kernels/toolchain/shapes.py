@@ -72,6 +72,7 @@ class ModelShape:
 
 
 SMOLLM2_135M = ModelShape(hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
+SMOLLM2_135M_FP16 = replace(SMOLLM2_135M, dtype="float16")
 SMOLLM2_1_7B = ModelShape(hidden=2048, heads=32, kv_heads=32, head_dim=64, intermediate=8192, vocab=49152)
 LLAMA_8B = ModelShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
 QWEN3_8B = ModelShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, qk_norm=True)
@@ -79,6 +80,7 @@ QWEN3_8B_FP8 = replace(QWEN3_8B, weights="fp8")
 
 NAMED = {
     "smollm2-135m": SMOLLM2_135M,
+    "smollm2-135m-fp16": SMOLLM2_135M_FP16,
     "smollm2-1.7b": SMOLLM2_1_7B,
     "llama-8b": LLAMA_8B,
     "qwen3-8b": QWEN3_8B,

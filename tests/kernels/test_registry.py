@@ -48,6 +48,16 @@ def _is_factory(function: object) -> bool:
     return not function.__name__.startswith("_") and bool(parameters) and parameters[0].name == "d"  # type: ignore[attr-defined]
 
 
+def test_every_run_dtype_is_listed() -> None:
+    """Of each kernel whose text follows from it: what nobody compiles here may spill where somebody runs it."""
+    made: dict[str, set[str]] = {}
+    for entry in registry.entries():
+        if entry.dtype != "-":
+            made.setdefault(f"{entry.program.op}/{entry.program.factory}", set()).add(entry.dtype)
+    of_packed = {name for name in made if name.startswith("linear_fp8/")}
+    assert len(made) > 10 and all(made[name] >= {"bfloat16", "float16"} for name in made.keys() - of_packed)
+
+
 def test_the_page_has_the_limit_of_every_operator() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
     section = page.split("\n## Limits\n")[1].split("\n## ")[0]
