@@ -57,7 +57,9 @@ def start(argv: list[str], profile: bool = False) -> dict[str, Any]:
     """One fresh process, measured."""
     more = ["--profile"] if profile else []
     command = [sys.executable, __file__, *argv, *more, "--child"]
-    made = subprocess.run([*command, repr(time.monotonic())], stdout=subprocess.PIPE, text=True, check=True)  # the clock is the system's
+    made = subprocess.run([*command, repr(time.monotonic())], stdout=subprocess.PIPE, text=True)  # the clock is the system's
+    if made.returncode:  # it has said why
+        sys.exit(made.returncode)
     found: dict[str, Any] = json.loads(made.stdout.splitlines()[-1])
     return found
 
@@ -105,4 +107,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from deepinfer.cli.app import exit_code  # none of torch comes with it
+
+    sys.exit(exit_code(main))

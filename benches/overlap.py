@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.cli import bench_load, machine
+from deepinfer.cli.app import exit_code
 
 _UNCOUNTED = 2
 
@@ -139,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

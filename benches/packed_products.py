@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from deepinfer.cli.app import exit_code
 from deepinfer.errors import KernelBuildError
 from deepinfer.kernels.linear.cuda import ProductKernels, Projection, linears_of, programs_of
 from deepinfer.kernels.linear_fp8 import PackedWeight, scale_shape
@@ -159,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -22,6 +22,7 @@ import torch
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.cli import machine
+from deepinfer.cli.app import exit_code
 from deepinfer.cli.bench_load import random_prompts
 
 
@@ -147,4 +148,4 @@ def _exchange(rank: int, args: argparse.Namespace, folder: str, out: str) -> Non
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

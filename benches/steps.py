@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections import defaultdict
 from typing import Any
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.cli import bench_load, machine
+from deepinfer.cli.app import exit_code
 
 _RUNS = 3
 _PROFILED = 20
@@ -124,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

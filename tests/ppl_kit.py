@@ -18,6 +18,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer.cli.app import exit_code
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.tokenizer import load_tokenizer
 from deepinfer.models import resolve_model
@@ -188,4 +190,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -8,9 +8,12 @@ takes a tenth of an import, and each full collection afterwards, of which a star
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+atexit.register(gc.unfreeze)  # the interpreter's end takes down what is not frozen alone, and some libraries complain of the rest
 
 
 @contextmanager

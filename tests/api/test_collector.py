@@ -82,6 +82,26 @@ def test_a_closed_engine_leaves_everything_to_it_again() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_what_is_frozen_is_taken_down_at_the_end() -> None:
+    """Cycles too, an engine that nobody closed among them: libraries that count what they made would find it missing."""
+    text = """
+import sys
+
+class Counted:
+    def __init__(self):
+        self.self = self
+    def __del__(self):
+        sys.stderr.write("gone")
+
+kept = Counted()
+from deepinfer.collector import importing
+with importing():
+    pass
+"""
+    made = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment(), timeout=120)
+    assert (made.returncode, made.stderr) == (0, "gone")
+
+
 def test_a_script_imports_no_server() -> None:
     """`LLM` alone: no front of an engine elsewhere, and everything imported is out of the collector's way."""
     text = """

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
-from cli.running import run
+from cli.running import TIMEOUT, environment, run
 from cli.test_bad_input import write_config
 from deepinfer import LLM, CompletionOutput, RequestOutput, SamplingParams
 from deepinfer.cli import bench_load
+from deepinfer.cli.app import exit_code
 from deepinfer.engine.step_log import EngineMetrics, Times
+from deepinfer.errors import CapacityError
+
+BENCHES = Path(__file__).resolve().parents[2] / "benches"
 
 
 def test_latency_of_several_sizes_on_one_engine(tmp_path: Path) -> None:
@@ -31,6 +39,38 @@ def test_latency_of_several_sizes_on_one_engine(tmp_path: Path) -> None:
     people = run("bench", "latency", "--model", model, "--load-format", "dummy", "--device", "cpu", *load)
     assert people.returncode == 0 and people.stdout.count(b" at once, 20 tokens in, 40 out, 3 batches") == 2
     assert people.stdout.count(b"decode step: mean ") == 2 and b"time between tokens" not in people.stdout
+
+
+SCRIPTS = {
+    "steps.py": ("--model", "smollm2"),
+    "ranks.py": ("--model", "smollm2"),
+    "overlap.py": ("--model", "smollm2"),
+    "decode_launch.py": (),
+    "first_token.py": ("--model", "smollm2"),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_say_in_one_line_that_there_is_no_gpu(script: str) -> None:
+    command = [sys.executable, str(BENCHES / script), *SCRIPTS[script], "--device", "cuda"]
+    made = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
+    assert made.returncode == 2 and made.stdout == ""
+    (line,) = made.stderr.splitlines()
+    assert line.startswith("deepinfer: error: device 'cuda' is not there: ") and line.endswith("Use device='cpu' instead")
+
+
+def test_a_scripts_failures_become_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    def ends(how: BaseException) -> Callable[[], int]:
+        def script() -> int:
+            raise how
+
+        return script
+
+    assert exit_code(lambda: None) == 0 and exit_code(lambda: 3) == 3 and exit_code(ends(SystemExit(4))) == 4
+    assert capsys.readouterr().err == ""
+    assert exit_code(ends(SystemExit("no GPU here"))) == 2 and capsys.readouterr().err == "no GPU here\n"
+    assert exit_code(ends(CapacityError("too\nlarge"))) == 2 and capsys.readouterr().err == "deepinfer: error: too large\n"
 
 
 def test_which_steps_are_decode_steps() -> None:

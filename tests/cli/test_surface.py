@@ -145,6 +145,25 @@ def test_doctor_shows_what_a_person_needs(capsys: pytest.CaptureFixture[str], mo
     assert "DEEPINFER_NUM_THREADS" not in capsys.readouterr().out
 
 
+def test_doctor_tells_of_variables_that_disagree_and_of_the_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepinfer.cli import doctor
+    from deepinfer.cli.app import main
+
+    for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    assert doctor.collect()["devices_disagree"] is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr().out
+    assert "problem: CUDA_VISIBLE_DEVICES='' and ASCEND_RT_VISIBLE_DEVICES='1' name different devices" in told
+    report = doctor.collect()
+    report["torch"] |= {"gpus": [], "error": None}
+    assert "none visible: " in (shown := doctor.render(report, every_switch=False)) and "Models run on the CPU (--device cpu" in shown
+
+
 def test_doctor_tells_of_a_workspace_that_an_engine_will_replace(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepinfer.cli import doctor
 

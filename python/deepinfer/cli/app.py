@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from deepinfer import errors
@@ -50,13 +50,25 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code; never raises for a failure it can name."""
     console.open_missing_streams()
-    try:
+
+    def command() -> int:
         args = build_parser().parse_args(argv)
         with _ending_cleanly():
-            code = int(args.run(args))
+            return int(args.run(args))
+
+    return exit_code(command)
+
+
+def exit_code(work: Callable[[], int | None]) -> int:
+    """Runs ``work``, a command or a script's main function, and returns its exit code, none being 0. A failure that has a name is a line on
+    stderr."""
+    try:
+        code = work() or console.EXIT_OK
         sys.stdout.flush()
         return code
-    except SystemExit as stop:  # argparse: help, version, a mistake that it has printed; or SIGTERM
+    except SystemExit as stop:  # argparse: help, version, a mistake that it has printed; SIGTERM; a script's last words
+        if isinstance(stop.code, str):
+            console.note(stop.code)
         return stop.code if isinstance(stop.code, int) else console.EXIT_USAGE
     except KeyboardInterrupt:
         return console.EXIT_INTERRUPTED

@@ -64,6 +64,7 @@ def collect() -> dict[str, Any]:
         "memory": machine.memory(),
         "libraries": {name: _version_of(name) for name in _LIBRARIES},
         "torch": _torch(),
+        "devices_disagree": _devices_disagree(),
         "kernels": _kernels(),
         "optional": [_optional(part) for part in OPTIONAL_PARTS],
     }
@@ -86,6 +87,8 @@ def _problems(report: dict[str, Any], switch_error: str | None) -> list[str]:
         problems.append(f"torch cannot be imported: {report['torch']['error']}")
     if switch_error:
         problems.append(switch_error)
+    if report["devices_disagree"]:
+        problems.append(report["devices_disagree"])
     return problems
 
 
@@ -120,6 +123,18 @@ def _torch() -> dict[str, Any]:
         return {"threads": torch.get_num_threads(), "cuda": torch.version.cuda, "gpus": gpus, "error": None}
     except Exception as error:  # a broken installation can fail in any way; the report must still come out
         return nothing | {"error": console.one_line(error)}
+
+
+def _devices_disagree() -> str | None:
+    """Why a start on a GPU would be refused for what variables say of visible devices; ``None``: they agree."""
+    from deepinfer.errors import ConfigError
+    from deepinfer.platforms.visible import check_visible_devices
+
+    try:
+        check_visible_devices()
+    except ConfigError as error:
+        return console.one_line(error)
+    return None
 
 
 def _kernels() -> dict[str, Any]:
@@ -197,6 +212,15 @@ def _batch_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _why_no_gpu(torch: dict[str, Any]) -> str:
+    """What a person without a GPU sees: why there is none, and that everything runs without."""
+    if torch["error"]:
+        return "none visible"
+    from deepinfer.platforms.cuda import CudaPlatform
+
+    return f"none visible: {CudaPlatform.why_missing()} Models run on the CPU (--device cpu, or auto)"
+
+
 def _gib(value: int | None) -> str:
     return "unknown" if value is None else f"{value / 2**30:.1f} GiB"
 
@@ -232,7 +256,7 @@ def render(report: dict[str, Any], *, every_switch: bool) -> str:
         lines.append(f"torch      {torch['error']}")
     else:
         lines.append(f"torch      {report['libraries']['torch']}, {torch['threads']} threads, CUDA build {torch['cuda'] or 'none'}")
-    gpus = [f"{g['name']}, {_gib(g['memory'])}, capability {g['capability']}" for g in torch["gpus"]] or ["none visible"]
+    gpus = [f"{g['name']}, {_gib(g['memory'])}, capability {g['capability']}" for g in torch["gpus"]] or [_why_no_gpu(torch)]
     lines += [f"{'gpu' if i == 0 else '':<11}{gpu}" for i, gpu in enumerate(gpus)]
     lines += _kernel_lines(report["kernels"])
     lines.append(f"graphs     {_graphs(report)}")
