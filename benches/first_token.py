@@ -1,6 +1,6 @@
 """How long it takes from the start of a process to the first token of an answer, and which part takes what.
 
-    python benches/first_token.py --model DIR --load-format dummy --device cuda [--starts 5] [--profile] [--json]
+    python benches/first_token.py --model DIR --load-format dummy --device cuda [--starts 5] [--set swap_space_gib=0] [--profile] [--json]
 
 Every start is a fresh process. The clock starts in its parent, before the process is made, and ends when the first token of a prompt of
 16 ids (`--input-len`; greedy, nothing turned into text) has been given out. Three parts: the interpreter with `from deepinfer import LLM`;
@@ -30,6 +30,7 @@ def child(args: argparse.Namespace) -> None:
 
     imported = time.monotonic()
     settings: dict[str, Any] = {"load_format": args.load_format, "device": args.device, "max_num_seqs": args.max_num_seqs}
+    settings |= dict(args.set)
     if args.profile:
         import cProfile
         import pstats
@@ -53,6 +54,17 @@ def child(args: argparse.Namespace) -> None:
     print(json.dumps({**dict(zip(_PARTS, [*parts, token - args.child], strict=True)), "device": where, "heavy": heavy}))
 
 
+def setting(text: str) -> tuple[str, Any]:
+    """A setting of the engine, ``name=value``, the value as JSON where it is some."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(text)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def start(argv: list[str], profile: bool = False) -> dict[str, Any]:
     """One fresh process, measured."""
     more = ["--profile"] if profile else []
@@ -72,6 +84,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--max-num-seqs", type=int, default=None)
     parser.add_argument("--input-len", type=int, default=16)
+    parser.add_argument(
+        "--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="a setting of the engine; repeatable"
+    )
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="one start more, whose LLM(...) Python's profiler shows on stderr")
     parser.add_argument("--json", action="store_true")
@@ -82,6 +97,7 @@ def main() -> None:
         return
     argv = ["--model", args.model, "--load-format", args.load_format, "--device", args.device, "--input-len", str(args.input_len)]
     argv += [] if args.max_num_seqs is None else ["--max-num-seqs", str(args.max_num_seqs)]
+    argv += [word for name, value in args.set for word in ("--set", f"{name}={json.dumps(value)}")]
     first = start(argv)
     seen = [start(argv) for _ in range(args.starts)]
     from deepinfer.cli import machine
@@ -91,6 +107,7 @@ def main() -> None:
     result = {
         "machine": machine.in_words(seen[0]["device"], None),
         "starts": args.starts,
+        "settings": dict(args.set),
         "seconds": seconds,
         "spread": spread,
         "uncounted_first_start": round(first["total"], 2),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import io
 import json
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,6 +286,37 @@ def test_an_operator_without_kernels_is_told_once_and_shown(
     main(["doctor"])
     text = capsys.readouterr().out
     assert "kernels    none can be built: " in text and "operator rms_norm runs on its slow reference form: " in text
+
+
+class Screen(io.StringIO):
+    """Somebody's terminal, or a file."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_built_at_a_start_shows_on_terminals(terminal: bool, own_store: KernelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many of how many; nothing in a file, and nothing where all of them are there."""
+
+    def built(programs: Sequence[Program], arch: str) -> Iterator[building.Built]:
+        for program in programs:
+            yield building.Built(program, made(program), None, 0.1)
+
+    monkeypatch.setattr(building, "build_all", built)
+    monkeypatch.setattr(loading, "_capability", lambda device: (9, 0))
+    screen = Screen(terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    loading.prepare([NORM, OTHER], torch.device("cuda"))
+    said = screen.getvalue()
+    assert ("building kernels: 100%" in said and "2/2" in said) == terminal and bool(said) == terminal
+    assert own_store.census().kept == 2
+    loading.prepare([NORM, OTHER], torch.device("cuda"))
+    assert screen.getvalue() == said
 
 
 class FakeDriver:
