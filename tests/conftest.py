@@ -39,5 +39,5 @@ def device(request: pytest.FixtureRequest) -> str:
     """Device under test."""
     name: str = request.config.getoption("--device")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        pytest.exit(f"--device {name}: torch sees no GPU here", returncode=2)
+        pytest.exit(f"--device {name}: torch sees no GPU here; leave it out to run on the CPU", returncode=2)
     return name

@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests; every one of them exists, and no fault is without one."""
+"""docs/reliability.md names tests; every one of them exists, and no fault is without one. So do files that other pages name."""
 
 from __future__ import annotations
 
@@ -43,3 +43,17 @@ def test_every_named_test_exists(fault: str, tests: str) -> None:
 def test_a_name_that_is_not_there_is_noticed() -> None:
     assert defines(Path(__file__), "test_a_name_that_is_not_there_is_noticed")
     assert not defines(Path(__file__), "test_a_name_that_is_not")
+
+
+MADE_ON_A_PAGE = {"test_mixtral.py", "test_row_scale_cuda.py"}
+"""Files that a reader of a walk writes."""
+
+
+@pytest.mark.parametrize("page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"], ids=lambda path: path.stem)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    """Tests and kits, named from the repository, from ``tests`` or by themselves, and benches."""
+    text = page.read_text(encoding="utf-8")
+    here = {path.relative_to(ROOT).as_posix() for folder in ("tests", "benches") for path in (ROOT / folder).rglob("*.py")}
+    named = set(re.findall(r"[\w/.]*\b(?:test_\w+|\w+_kit)\.py|\bbenches/\w+\.py", text))
+    missing = {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in here)}
+    assert {name for name in missing if name.rsplit("/", 1)[-1] not in MADE_ON_A_PAGE} == set()
