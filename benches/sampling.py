@@ -1,10 +1,14 @@
 """How long a GPU takes from logits to tokens: the sampler's kernels beside torch operators that give the same tokens.
 
     python benches/sampling.py [--vocab 49152 128256] [--rows 1 64 256] [--dtype bfloat16] [--json]
+    python benches/sampling.py --kind top_k top_p min_p logprobs --rows 1 256 --no-torch
+    python benches/sampling.py --kind top_k top_p logprobs --rows 1 8 16 32 64 128 --no-torch --few-rows 0  # and 1000
 
 Each line is a median of ``--repeats`` measurements, each the mean of many calls on logits that lie in turn in enough memory that they do
 not come from the cache. Kernels are captured in one CUDA graph; torch operators, which allocate, run eagerly behind a warm-up, launches and
-all. Logits are normal with deviation 3 and a few likely tokens. ``kind``: what all rows want.
+all. Logits are normal with deviation 3 and a few likely tokens. ``kind``: what all rows want; ``kernels_us``: the whole of it, argmax or
+the gathering of log-probabilities included; ``by_rank_us``: of that the one kernel that works by rank. ``--few-rows``: up to so many rows
+several blocks share a row; 0 and 1000 show where the two forms meet.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from deepinfer.kernels.argmax.cuda import Argmax
+from deepinfer.kernels.sample.cuda import FEW_ROWS, Draws, Edits, Logprobs
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.device_sampler import DeviceSampler
 from deepinfer.worker.logprobs import gather_logprobs
@@ -81,7 +88,27 @@ def timed(call: Callable[[], None], repeats: int, calls: int) -> float:
     return statistics.median(found)
 
 
-def measure(kind: str, rows: int, vocab: int, dtype: torch.dtype, repeats: int) -> dict[str, object]:
+def by_rank(
+    logits: list[torch.Tensor], values: dict[str, float], wanted: SampleRows, state: SamplingState, few_rows: int
+) -> list[Callable[[], None]]:
+    """Launches of the kernel alone that works by rank, if there is one."""
+    (rows, vocab), dtype, device = logits[0].shape, logits[0].dtype, logits[0].device
+    found: list[Callable[[], None]] = []
+    if wanted.ranked is not None:
+        draws = Draws(vocab, dtype, rows, device, few_rows=few_rows)
+        for x in logits:
+            answers = x.max(-1).values.float(), x.argmax(-1).int()
+            found.append(partial(draws.ranked, x, wanted.ranked, wanted.slots, state.table, wanted.positions, *answers))
+    elif "logprobs" in values:
+        kernel = Logprobs(vocab, device, few_rows=few_rows)
+        for x in logits:
+            tokens, rank = x.argmax(-1), torch.empty(rows, dtype=torch.int32, device=device)
+            answers = torch.empty(rows, device=device), torch.empty_like(tokens), rank, rank.new_empty((rows, int(values["logprobs"])))
+            found.append(partial(kernel, x, tokens, *answers))
+    return found
+
+
+def measure(kind: str, rows: int, vocab: int, dtype: torch.dtype, repeats: int, few_rows: int, torch_too: bool) -> dict[str, object]:
     """One line."""
     values = KINDS[kind]
     state, wanted = row_state(rows, vocab, values)
@@ -90,8 +117,9 @@ def measure(kind: str, rows: int, vocab: int, dtype: torch.dtype, repeats: int) 
     copies = max(2, -(-_COLD // (rows * vocab * kept.itemsize)))
     copies = min(copies, 64)
     logits = [model_like(rows, vocab, i).to(kept) for i in range(copies)]
-    kernels = DeviceSampler.on(torch.device("cuda"), vocab, dtype, rows)
-    assert kernels is not None, "see the warning"
+    device = torch.device("cuda")
+    draws = {t: (Argmax(vocab, t, rows, device), Draws(vocab, t, rows, device, few_rows=few_rows)) for t in {dtype, torch.float32}}
+    kernels = DeviceSampler(Edits(vocab, device), draws, Logprobs(vocab, device, few_rows=few_rows))
     plain = Sampler(state, vocab)
 
     def by_kernels() -> None:
@@ -110,14 +138,26 @@ def measure(kind: str, rows: int, vocab: int, dtype: torch.dtype, repeats: int) 
             else:
                 plain.draw(x.float(), wanted, None)
 
-    by_kernels()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        by_kernels()
+    def replayed(call: Callable[[], None]) -> float:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return round(timed(graph.replay, repeats, copies), 2)
+
     line = {"kind": kind, "rows": rows, "vocab": vocab, "logits": str(kept).removeprefix("torch.")}
-    line["kernels_us"] = round(timed(graph.replay, repeats, copies), 2)
-    line["torch_us"] = round(timed(by_torch, repeats, copies), 2)
+    line["kernels_us"] = replayed(by_kernels)
+    alone = by_rank(logits, values, wanted, state, few_rows)
+    if alone:
+
+        def by_rank_alone() -> None:
+            for launch in alone:
+                launch()
+
+        line["by_rank_us"] = replayed(by_rank_alone)
+    if torch_too:
+        line["torch_us"] = round(timed(by_torch, repeats, copies), 2)
     line["one_read_us"] = round(rows * vocab * kept.itemsize / 4.5e6, 2)  # at 4.5 TB/s
     return line
 
@@ -130,6 +170,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--few-rows", type=int, default=FEW_ROWS, help="up to so many rows have several blocks each (default: %(default)s)")
+    parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave out torch's operators, which take longest")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -139,7 +181,7 @@ def main() -> None:
         for vocab in args.vocab:
             for rows in args.rows:
                 for kind in args.kind:
-                    line = measure(kind, rows, vocab, getattr(torch, args.dtype), args.repeats)
+                    line = measure(kind, rows, vocab, getattr(torch, args.dtype), args.repeats, args.few_rows, args.torch)
                     print(json.dumps(line) if args.json else "  ".join(f"{k} {v}" for k, v in line.items()), flush=True)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.argmax.cuda import Argmax
-from deepinfer.kernels.sample.cuda import Draws, Edits, Logprobs
+from deepinfer.kernels.sample.cuda import FEW_ROWS, Draws, Edits, Logprobs
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.device_sampler import DeviceSampler
 from deepinfer.worker.sampler import Sampler, SampleRows
@@ -19,15 +19,18 @@ from kernel_kit import device_of, kernels_at
 INF, NAN = float("inf"), float("nan")
 
 
-def device_sampler(place: str, vocab: int, dtypes: dict[torch.dtype, torch.dtype], max_rows: int) -> DeviceSampler:
-    """The kernels in one place. ``dtypes``: by the type of logits, the type that kernels are made for."""
+def device_sampler(
+    place: str, vocab: int, dtypes: dict[torch.dtype, torch.dtype], max_rows: int, few_rows: int = FEW_ROWS
+) -> DeviceSampler:
+    """The kernels in one place. ``dtypes``: by the type of logits, the type that kernels are made for. ``few_rows``: see ``Draws``."""
     device = device_of(place)
     made = {}
     for kept, dtype in dtypes.items():
         name = str(dtype).removeprefix("torch.")
         argmax = Argmax(vocab, dtype, max_rows, device, kernels=kernels_at(place, Argmax.programs(vocab, name)))
-        made[kept] = (argmax, Draws(vocab, dtype, max_rows, device, kernels=kernels_at(place, Draws.programs(vocab, name))))
-    logprobs = Logprobs(vocab, device, kernels=kernels_at(place, Logprobs.programs(vocab)))
+        draws = Draws(vocab, dtype, max_rows, device, kernels=kernels_at(place, Draws.programs(vocab, name)), few_rows=few_rows)
+        made[kept] = (argmax, draws)
+    logprobs = Logprobs(vocab, device, kernels=kernels_at(place, Logprobs.programs(vocab)), few_rows=few_rows)
     return DeviceSampler(Edits(vocab, device, kernels=kernels_at(place, Edits.programs(vocab))), made, logprobs)
 
 

@@ -13,18 +13,29 @@ from typing import Any
 
 import torch
 
-from ..toolchain import Dialect, ModelShape, Program, imported, shape_config
+from ..toolchain import Dialect, ModelShape, Program, imported, row_blocks, shape_config
 from ..toolchain.device_code import let_next_start, wait_for_previous
 from ..toolchain.driver import Launchable
 from ..toolchain.loading import require
 from .columns import NUM_COLUMNS
+from .ranked_text import LOGPROBS, PLACES, RANKED
 from .reference import weight_power
-from .text import BUCKETS, EDIT, LOGPROBS, MASK, PLACES, PLAIN, RANKED, functions
+from .text import EDIT, LISTED, MASK, PLAIN, functions
 
 CHUNK = 4096
 """Ids of a block, where blocks share a row."""
 
+FEW_ROWS = 16
+"""Up to so many rows of a launch by rank have ``ROW_BLOCKS`` blocks each, more have one: 16 rows are 128 blocks, each with one of the 132
+multiprocessors to itself. With more, rows would begin to wait for each other."""
+
+ROW_BLOCKS = row_blocks.PORTABLE
+
+ROOM = 160 << 10
+"""Bytes of shared memory that a block's share of a row may take, of 227 KB that a block can have."""
+
 _FILES = (*imported.FILES, "sample/text.py", "sample/reference.py", "sample/columns.py")
+_RANKED_FILES = (*_FILES, row_blocks.FILE, "sample/ranked_text.py")
 _C_TYPES = {"bfloat16": "bfloat16_t", "float16": "half_t", "float32": "float"}
 
 
@@ -169,12 +180,22 @@ def draw_plain(d: Dialect, vocab: int, threads: int, dtype: str) -> Any:
     return draw_plain
 
 
-def draw_ranked(d: Dialect, vocab: int, threads: int, dtype: str) -> Any:
-    """As ``draw_plain`` for rows under ``top_k``, ``top_p`` and ``min_p``, a block a row. Grid: ``(count,)``."""
+def _by_rank(d: Dialect, vocab: int, threads: int, blocks: int, dtype: str, part: str) -> tuple[str, int]:
+    """Text of a kernel in which ``blocks`` blocks have a row, and how many logits a block has room for: its share, if it is kept at all."""
+    wide = 16 // torch.empty(0, dtype=getattr(torch, d.stored(dtype))).itemsize
+    share = -(-vocab // (blocks * wide)) * wide
+    kept = blocks > 1 and share * 16 // wide <= ROOM
+    sizes = f"#define SHARE {share}\n#define KEPT {int(kept)}\n"
+    text = imported.prelude(d, sizes + functions(PLACES, part, value=_value(d, dtype)), threads, blocks)
+    return text, share * (blocks if d.cpu else 1) if kept else 1
+
+
+def draw_ranked(d: Dialect, vocab: int, threads: int, blocks: int, dtype: str) -> Any:
+    """As ``draw_plain`` for rows under ``top_k``, ``top_p`` and ``min_p``, ``blocks`` blocks a row. Grid: ``(count * blocks,)``."""
     T = d.T
     rows, count, seqs, slots_ = (T.dynamic(name) for name in ("rows", "count", "seqs", "slots_"))
-    text = imported.prelude(d, functions(PLACES, RANKED, value=_value(d, dtype)))
-    power = weight_power(vocab)
+    text, room_size = _by_rank(d, vocab, threads, blocks, dtype, RANKED)
+    power, side_by_side = weight_power(vocab), 1 if d.cpu else blocks
 
     @T.prim_func
     def draw_ranked(
@@ -186,8 +207,9 @@ def draw_ranked(d: Dialect, vocab: int, threads: int, dtype: str) -> Any:
         largest: T.Tensor((seqs,), "float32"),
         tokens: T.Tensor((seqs,), "int32"),
     ):
-        with T.Kernel(count, threads=threads, prelude=text) as nth:
+        with T.Kernel(count * side_by_side, threads=threads, prelude=text, cluster_dims=side_by_side) as block:
             T.annotate_min_blocks_per_sm(2)
+            room = d.shared((room_size,), d.stored(dtype))
             let_next_start(d)
             wait_for_previous(d)
             imported.call(
@@ -200,7 +222,8 @@ def draw_ranked(d: Dialect, vocab: int, threads: int, dtype: str) -> Any:
                 T.address_of(positions[0]),
                 T.address_of(largest[0]),
                 T.address_of(tokens[0]),
-                nth,
+                T.address_of(room[0]),
+                block // side_by_side,
                 vocab,
                 power,
             )
@@ -208,14 +231,14 @@ def draw_ranked(d: Dialect, vocab: int, threads: int, dtype: str) -> Any:
     return draw_ranked
 
 
-def logprob_rows(d: Dialect, vocab: int, threads: int) -> Any:
+def logprob_rows(d: Dialect, vocab: int, threads: int, blocks: int) -> Any:
     """For each row of ``x`` float32 ``[rows, vocab]``: ``largest``, ``total`` of its weights at temperature 1 (−1 where the largest is not
     finite), ``rank`` of ``tokens``, and ``ids`` int32 ``[rows, most]``, the most likely in falling order, ``most`` ≤ 1024. Grid:
-    ``(rows,)``."""
+    ``(rows * blocks,)``."""
     T = d.T
     rows, listed = T.dynamic("rows"), T.dynamic("listed")
-    power = weight_power(vocab)
-    text = imported.prelude(d, functions(PLACES, LOGPROBS))
+    text, room_size = _by_rank(d, vocab, threads, blocks, "float32", LOGPROBS)
+    power, side_by_side = weight_power(vocab), 1 if d.cpu else blocks
 
     @T.prim_func
     def logprob_rows(
@@ -227,7 +250,9 @@ def logprob_rows(d: Dialect, vocab: int, threads: int) -> Any:
         ids: T.Tensor((listed,), "int32"),
         most: T.int32,
     ):
-        with T.Kernel(rows, threads=threads, prelude=text) as nth:
+        with T.Kernel(rows * side_by_side, threads=threads, prelude=text, cluster_dims=side_by_side) as block:
+            T.annotate_min_blocks_per_sm(2)
+            room = d.shared((room_size,), "float32")
             let_next_start(d)
             wait_for_previous(d)
             imported.call(
@@ -239,7 +264,8 @@ def logprob_rows(d: Dialect, vocab: int, threads: int) -> Any:
                 T.address_of(total[0]),
                 T.address_of(rank[0]),
                 T.address_of(ids[0]),
-                nth,
+                T.address_of(room[0]),
+                block // side_by_side,
                 most,
                 vocab,
                 power,
@@ -248,11 +274,17 @@ def logprob_rows(d: Dialect, vocab: int, threads: int) -> Any:
     return logprob_rows
 
 
-_THREADS, _ROW_THREADS = 256, 512  # of a block that has a part of a row, of one that has it whole
+_THREADS, _ROW_THREADS = 256, 512  # of a block of masks, edits and plain draws, of one that works by rank
 
 
 def _program(factory: str, **constants: int | str) -> Program:
     return Program("sample", factory, shape_config(**constants), _FILES)
+
+
+def _programs_by_rank(factory: str, **constants: int | str) -> list[Program]:
+    """For few rows, for many."""
+    sizes = [shape_config(threads=_ROW_THREADS, blocks=blocks, **constants) for blocks in (ROW_BLOCKS, 1)]
+    return [Program("sample", factory, size, _RANKED_FILES) for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -322,6 +354,7 @@ class Draws:
         max_rows: most rows of a call.
         device: where it runs; one stream at a time, the scratch is its own.
         after, kernels: see ``Edits``.
+        few_rows: most rows that get ``ROW_BLOCKS`` blocks each; tokens are the same.
 
     Raises ``KernelBuildError`` if there are no such kernels.
     """
@@ -334,10 +367,12 @@ class Draws:
         device: torch.device,
         after: bool = True,
         kernels: Sequence[Launchable] | None = None,
+        few_rows: int = FEW_ROWS,
     ) -> None:
         if kernels is None:
             kernels = require(self.programs(vocab, str(dtype).removeprefix("torch.")), device, after)
-        self._plain, self._ranked = kernels
+        self._plain, self._few, self._many = kernels
+        self._few_rows = few_rows
         self._parts = -(-vocab // chunk_of(vocab))
         self._sums = torch.zeros(max_rows * self._parts, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -347,7 +382,7 @@ class Draws:
         """What it launches."""
         return [
             _program("draw_plain", vocab=vocab, threads=_THREADS, dtype=dtype),
-            _program("draw_ranked", vocab=vocab, threads=_ROW_THREADS, dtype=dtype),
+            *_programs_by_rank("draw_ranked", vocab=vocab, dtype=dtype),
         ]
 
     def plain(
@@ -378,7 +413,8 @@ class Draws:
     ) -> None:
         """As ``plain``, under ``top_k`` and ``top_p``."""
         if count := len(which):
-            self._ranked.launch((count,), x, which, slots, table, positions, largest, tokens, count)
+            kernel, blocks = (self._few, ROW_BLOCKS) if count <= self._few_rows else (self._many, 1)
+            kernel.launch((count * blocks,), x, which, slots, table, positions, largest, tokens, count)
 
 
 class Logprobs:
@@ -387,20 +423,29 @@ class Logprobs:
     Args:
         vocab: width of a row.
         device, after, kernels: see ``Edits``.
+        few_rows: see ``Draws``.
 
     Raises ``KernelBuildError`` if there are no such kernels.
     """
 
-    MOST = BUCKETS
+    MOST = LISTED
     """Most ids of a row."""
 
-    def __init__(self, vocab: int, device: torch.device, after: bool = True, kernels: Sequence[Launchable] | None = None) -> None:
-        (self._kernel,) = require(self.programs(vocab), device, after) if kernels is None else kernels
+    def __init__(
+        self,
+        vocab: int,
+        device: torch.device,
+        after: bool = True,
+        kernels: Sequence[Launchable] | None = None,
+        few_rows: int = FEW_ROWS,
+    ) -> None:
+        self._few, self._many = require(self.programs(vocab), device, after) if kernels is None else kernels
+        self._few_rows = few_rows
 
     @staticmethod
     def programs(vocab: int) -> list[Program]:
         """What it launches."""
-        return [_program("logprob_rows", vocab=vocab, threads=_ROW_THREADS)]
+        return _programs_by_rank("logprob_rows", vocab=vocab)
 
     def __call__(
         self, x: torch.Tensor, tokens: torch.Tensor, largest: torch.Tensor, total: torch.Tensor, rank: torch.Tensor, ids: torch.Tensor
@@ -408,7 +453,8 @@ class Logprobs:
         """``x`` float32 ``[R, vocab]``, ``tokens`` int64 ``[R]``. Writes ``largest`` float32, ``total`` int64 and ``rank`` int32 ``[R]``
         and ``ids`` int32 ``[R, n]``, ``n`` at most ``MOST`` and ``vocab``: the most likely ids in falling order, ties to the lowest id."""
         if rows := x.shape[0]:
-            self._kernel.launch((rows,), x, tokens, largest, total, rank, ids.view(-1), ids.shape[1], rows)
+            kernel, blocks = (self._few, ROW_BLOCKS) if rows <= self._few_rows else (self._many, 1)
+            kernel.launch((rows * blocks,), x, tokens, largest, total, rank, ids.view(-1), ids.shape[1], rows)
 
 
 def programs_for(shape: ModelShape) -> list[Program]:

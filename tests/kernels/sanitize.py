@@ -187,14 +187,16 @@ def sample(i: Inputs) -> None:
     edits = Edits(vocab, i.device)
     edits.mask(x, which, i.below(1 << 31, FEW, -(-vocab // 32)).to(torch.int32))
     edits(x, which, slots, table, positions, lists)
-    for dtype in (i.dtype, wide):
-        logits = i.normal(FEW, vocab, dtype=dtype)
-        largest, tokens = (part.to(kind) for part, kind in zip(logits.max(-1), (wide, torch.int32), strict=True))
-        draws = Draws(vocab, dtype, FEW, i.device)
-        draws.plain(logits, which, slots, table, positions, largest, tokens)
-        draws.ranked(logits, which, slots, table, positions, largest, tokens)
     answers = (i.empty(FEW, dtype=wide), i.empty(FEW, dtype=torch.int64), i.empty(FEW, dtype=torch.int32))
-    Logprobs(vocab, i.device)(x, i.below(vocab, FEW), *answers, i.empty(FEW, 20, dtype=torch.int32))
+    for few_rows in (0, FEW):
+        for dtype in (i.dtype, wide):
+            logits = i.normal(FEW, vocab, dtype=dtype)
+            largest, tokens = (part.to(kind) for part, kind in zip(logits.max(-1), (wide, torch.int32), strict=True))
+            draws = Draws(vocab, dtype, FEW, i.device, few_rows=few_rows)
+            draws.plain(logits, which, slots, table, positions, largest, tokens)
+            draws.ranked(logits, which, slots, table, positions, largest, tokens)
+        logprobs = Logprobs(vocab, i.device, few_rows=few_rows)
+        logprobs(x, i.below(vocab, FEW), *answers, i.empty(FEW, 20, dtype=torch.int32))
 
 
 def swiglu(i: Inputs) -> None:

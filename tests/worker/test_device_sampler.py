@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepinfer.kernels.sample import weight_power, weights
-from deepinfer.kernels.sample.cuda import Draws, Edits, Logprobs
+from deepinfer.kernels.sample.cuda import FEW_ROWS, ROW_BLOCKS, Draws, Edits, Logprobs
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.device_sampler import DeviceSampler
 from deepinfer.worker.grammar import apply_masks, mask_words
@@ -22,11 +22,12 @@ from sampling_kit import INF, Batch, batch, device_sampler, hard_logits, random_
 ROWS = 65
 VOCABS = [1, 2, 33, 1000, 5003]
 WHOLE = 50_257  # a vocabulary that is a multiple of nothing
+FORMS = pytest.mark.parametrize("few_rows", [0, 1000], ids=["a_block_a_row", "blocks_share_rows"])
 
 
 @cache
-def kernels(place: str, vocab: int) -> DeviceSampler:
-    return device_sampler(place, vocab, {torch.float32: torch.float32}, 256)
+def kernels(place: str, vocab: int, few_rows: int = FEW_ROWS) -> DeviceSampler:
+    return device_sampler(place, vocab, {torch.float32: torch.float32}, 256, few_rows)
 
 
 def hard_batch(place: str, vocab: int, seed: int, rows: int = ROWS, *, edits: bool = False, drafts: int = 0) -> Batch:
@@ -43,12 +44,13 @@ def check(b: Batch, by: DeviceSampler) -> list[int]:
     return got
 
 
+@FORMS
 @pytest.mark.parametrize("place", KERNEL_PLACES)
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_hard_rows(place: str, vocab: int) -> None:
+def test_hard_rows(place: str, vocab: int, few_rows: int) -> None:
     for seed in range(12):
         b = hard_batch(place, vocab, seed)
-        got = check(b, kernels(place, vocab))
+        got = check(b, kernels(place, vocab, few_rows))
         if vocab >= 1000:
             best = torch.argmax(b.logits, -1).tolist()
             assert sum(g != m for g, m in zip(got, best, strict=True)) > ROWS // 4, "most rows draw something else than a maximum"
@@ -67,17 +69,19 @@ def test_edited_rows(place: str, vocab: int, drafts: int) -> None:
         check(b, kernels(place, vocab))
 
 
+@FORMS
 @pytest.mark.parametrize("place", KERNEL_PLACES)
-def test_a_whole_vocabulary(place: str) -> None:
+def test_a_whole_vocabulary(place: str, few_rows: int) -> None:
     b = hard_batch(place, WHOLE, 7, rows=26, edits=True)
-    check(b, kernels(place, WHOLE))
+    check(b, kernels(place, WHOLE, few_rows))
 
 
 @pytest.mark.gpu
+@FORMS
 @pytest.mark.parametrize("vocab", [49152, 128256, 151936])
 @pytest.mark.parametrize("seed", range(3))
-def test_many_rows_of_real_vocabularies(vocab: int, seed: int) -> None:
-    check(hard_batch("cuda", vocab, seed, rows=256, edits=seed == 2, drafts=4 * (seed == 2)), kernels("cuda", vocab))
+def test_many_rows_of_real_vocabularies(vocab: int, seed: int, few_rows: int) -> None:
+    check(hard_batch("cuda", vocab, seed, rows=256, edits=seed == 2, drafts=4 * (seed == 2)), kernels("cuda", vocab, few_rows))
 
 
 @pytest.mark.gpu
@@ -152,8 +156,9 @@ def test_places_of_no_row_are_passed_over(place: str) -> None:
     assert b.drawn(by) == wanted
 
 
+@FORMS
 @pytest.mark.parametrize("place", KERNEL_PLACES)
-def test_extremes(place: str) -> None:
+def test_extremes(place: str, few_rows: int) -> None:
     """All logits equal, one finite, none finite; NaN; top_k of 1 and of all, top_p next to 0 and to 1."""
     vocab = 1000
     rows = [torch.zeros(vocab), torch.full((vocab,), -INF), torch.full((vocab,), -INF), torch.randn(vocab), torch.zeros(vocab)]
@@ -174,19 +179,20 @@ def test_extremes(place: str) -> None:
     ]
     params = [SamplingParams(temperature=t, **kind) for kind in kinds for t in (1e-5, 1.0, 1e38)]
     for row in rows:
-        got = check(batch(device_of(place), row.repeat(len(params), 1), params, seed=4), kernels(place, vocab))
+        got = check(batch(device_of(place), row.repeat(len(params), 1), params, seed=4), kernels(place, vocab, few_rows))
         if not torch.isfinite(row.max()):
             assert set(got) == {int(torch.argmax(row))}
         assert got[:3] == [int(torch.argmax(row))] * 3
 
 
+@FORMS
 @pytest.mark.parametrize("place", KERNEL_PLACES)
 @pytest.mark.parametrize("count", [0, 1, 20, 1000, 1024, 1025, 5003])
-def test_logprobs(place: str, count: int) -> None:
+def test_logprobs(place: str, count: int, few_rows: int) -> None:
     vocab, rows = 5003, ROWS
     logits = hard_logits(rows, vocab, 17).to(device_of(place))
     tokens = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(2)).to(logits.device)
-    kernel = kernels(place, vocab).logprobs
+    kernel = kernels(place, vocab, few_rows).logprobs
     found, wanted = gather_logprobs(logits, tokens, count, kernel), gather_logprobs(logits, tokens, count)
     numbers = torch.isfinite(logits.max(-1).values)
     assert torch.equal(found.ids, wanted.ids) and torch.equal(found.rank, wanted.rank)
@@ -198,13 +204,14 @@ def test_logprobs(place: str, count: int) -> None:
     assert torch.equal(one.values[0, :same], found.values[5, :same]), "the same bits alone and with another count"
 
 
+@FORMS
 @pytest.mark.parametrize("place", KERNEL_PLACES)
-def test_sums_of_weights_are_those_of_the_reference(place: str) -> None:
+def test_sums_of_weights_are_those_of_the_reference(place: str, few_rows: int) -> None:
     vocab, rows, power = 5003, ROWS, weight_power(5003)
     logits = hard_logits(rows, vocab, 23).to(device_of(place))
     largest, total = logits.new_zeros(rows), torch.zeros(rows, dtype=torch.int64, device=logits.device)
     rank, ids = total.int(), total.new_zeros((rows, 0), dtype=torch.int32)
-    kernels(place, vocab).logprobs(logits, total.clone(), largest, total, rank, ids)
+    kernels(place, vocab, few_rows).logprobs(logits, total.clone(), largest, total, rank, ids)
     most = logits.max(-1, keepdim=True).values
     wanted = weights(logits, most, torch.ones_like(most), power).sum(-1, dtype=torch.float64)
     numbers = torch.isfinite(most[:, 0])
@@ -227,37 +234,43 @@ def test_launches_are_what_the_kernels_take() -> None:
     """The CPU target takes numbers of dynamic shapes from tensors; on a GPU they are passed, in the order of the compiled kernel."""
     vocab = 5003
     b = hard_batch("c", vocab, 1, edits=True, drafts=2)
-    noting = [_Noting() for _ in range(5)]
+    noting = [_Noting() for _ in range(7)]
     edits = Edits(vocab, torch.device("cpu"), kernels=noting[:2])
-    draws = Draws(vocab, torch.float32, ROWS, torch.device("cpu"), kernels=noting[2:4])
-    logprobs = Logprobs(vocab, torch.device("cpu"), kernels=noting[4:])
+    draws = Draws(vocab, torch.float32, ROWS, torch.device("cpu"), kernels=noting[2:5])
+    logprobs = Logprobs(vocab, torch.device("cpu"), kernels=noting[5:])
     plain, ranked, edit = b.rows.plain, b.rows.ranked, b.rows.edit
     assert plain is not None and ranked is not None and edit is not None
     found = torch.zeros(ROWS), torch.zeros(ROWS, dtype=torch.int32)
     edits.mask(b.logits, plain, torch.zeros(len(plain), mask_words(vocab), dtype=torch.int32))
     edits(b.logits, edit, b.rows.slots, b.state.table, b.rows.positions, DeviceSampler.lists(b.rows, b.before, b.state))
     draws.plain(b.logits, plain, b.rows.slots, b.state.table, b.rows.positions, *found)
-    draws.ranked(b.logits, ranked, b.rows.slots, b.state.table, b.rows.positions, *found)
+    assert len(ranked) > FEW_ROWS
+    for some in (ranked, ranked[:FEW_ROWS]):
+        draws.ranked(b.logits, some, b.rows.slots, b.state.table, b.rows.positions, *found)
     words = torch.zeros(3, ROWS, dtype=torch.int32)
-    logprobs(b.logits, b.rows.slots, found[0], words[0].long(), words[1], words[2:].T.contiguous())
-    grids = [(2, len(plain)), (2, len(edit)), (2, len(plain)), (len(ranked),), (ROWS,)]
+    for rows in (ROWS, FEW_ROWS):
+        logprobs(b.logits[:rows], b.rows.slots, found[0], words[0].long(), words[1], words[2:].T.contiguous())
+    shared = (FEW_ROWS * ROW_BLOCKS,)
+    grids = [(2, len(plain)), (2, len(edit)), (2, len(plain)), shared, (len(ranked),), shared, (ROWS,)]
     sizes = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8"}
     programs = Edits.programs(vocab) + Draws.programs(vocab, "float32") + Logprobs.programs(vocab)
+    assert [lowered(p).cluster for p in programs] == [1, 1, 1, ROW_BLOCKS, 1, ROW_BLOCKS, 1]
     for program, noted, grid in zip(programs, noting, grids, strict=True):
         assert noted.grid == grid
         taken = lowered(program).args
         assert [kind for _, kind in taken] == ["ptr" if isinstance(a, torch.Tensor) else "i32" for a in noted.args], program.name
-        assert taken[-1][0] in ("count", "rows") and noted.args[-1] == grid[-1]
+        assert taken[-1][0] in ("count", "rows") and noted.args[-1] == grid[-1] // lowered(program).cluster
         assert all(a.is_contiguous() and a.dtype in sizes for a in noted.args if isinstance(a, torch.Tensor))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [FEW_ROWS, 64])
 @pytest.mark.parametrize("edits", [False, True])
-def test_replays_in_a_graph_with_other_positions(edits: bool) -> None:
+def test_replays_in_a_graph_with_other_positions(edits: bool, rows: int) -> None:
     vocab = 49152
     by = kernels("cuda", vocab)
-    b = hard_batch("cuda", vocab, 31, 64, edits=edits)
-    logits, tokens = b.logits.clone(), torch.zeros(64, dtype=torch.int64, device="cuda")
+    b = hard_batch("cuda", vocab, 31, rows, edits=edits)
+    logits, tokens = b.logits.clone(), torch.zeros(rows, dtype=torch.int64, device="cuda")
 
     def step() -> None:
         logits.copy_(b.logits)
