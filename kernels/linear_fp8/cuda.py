@@ -84,6 +84,8 @@ def choose(in_features: int, out_features: int, rows: int) -> Choice | None:
     """The kernel for ``rows`` rows (docs/kernels.md); ``None``: the weight is expanded."""
     if not can_pack(in_features, (out_features,)):
         return None
+    if rows <= 16 and out_features >= 16384:  # so many blocks that some wait for their turn: the smaller, the fewer
+        return Choice(8 if rows <= 8 else 16, 32, 16 * _KB)
     if rows <= 32:
         return Choice(16, 32, 32 * _KB, turned=True) if rows <= 16 else Choice(32, 32, 24 * _KB, turned=True)
     if rows <= 64 or (rows <= 256 and out_features <= 8192):
@@ -241,7 +243,7 @@ def expand_fp8(d: Dialect, in_features: int, blocks: int, threads: int, rows: in
     return expand_fp8
 
 
-_LIMITS = (16, 32, 64, 128, 256)
+_LIMITS = (8, 16, 32, 64, 128, 256)
 """Rows between which the choice may change."""
 
 _FILES = (FILE, "linear_fp8/reference.py")
