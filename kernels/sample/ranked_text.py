@@ -111,7 +111,8 @@ INLINE void take_share(struct Row* row, const VALUE* whole, VALUE* room, int voc
 #endif
 }
 
-INLINE float exponent_of(const struct Row* row, float x) { return (x - row->top) / row->temperature; }
+// At most 0 whatever the data are, so that sums never overflow: then all blocks find the same places.
+INLINE float exponent_of(const struct Row* row, float x) { return fminf((x - row->top) / row->temperature, 0.f); }
 
 INLINE u64 measured(const struct Row* row, int what, float x, int power) {
   if (what == COUNTS) return 1;
