@@ -106,13 +106,16 @@ def main() -> None:
     parser.add_argument("--request-out", type=int, default=128)
     parser.add_argument("--kernels", action="store_true", help="on a GPU: what the time of a decode step goes to")
     parser.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     args = parser.parse_args()
     started = time.perf_counter()
     settings: dict[str, Any] = {"load_format": args.load_format, "device": args.device, "batch_invariant": args.batch_invariant}
+    settings["kv_cache_dtype"] = args.kv_cache_dtype
     with LLM(model=args.model, max_num_seqs=max(args.seqs), weights=args.weights, **settings) as llm:
         found: dict[str, Any] = {
             "machine": machine.in_words(str(llm.engine.run.device), None),
             "batch_invariant": args.batch_invariant,
+            "kv_cache_dtype": args.kv_cache_dtype,
             "start_s": round(time.perf_counter() - started, 2),
         }
         found["decode"] = [decode(llm, n, args.input_len, args.output_len) for n in args.seqs]

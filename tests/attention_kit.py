@@ -16,8 +16,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from deepinfer.kernels.fp8_cache import FP8, CacheScales, decode, encode
 from deepinfer.kernels.paged_attention import cuda as op
-from deepinfer.kernels.paged_attention.cuda import SEGMENT, PagedAttention, Scratch, attention_programs
+from deepinfer.kernels.paged_attention.cuda import SEGMENT, PagedAttention, Scratch, attention_programs, cache_factors
 from deepinfer.kernels.paged_attention.units import Units, one_row_units, step_units
 from deepinfer.kernels.toolchain import Program
 from deepinfer.kernels.toolchain.shapes import run_dtype
@@ -65,6 +66,8 @@ class Case:
     k: torch.Tensor
     v: torch.Tensor
     table: torch.Tensor
+    scales: CacheScales | None = None
+    """Of caches in 8 bits."""
 
     # Ways to run rows of a sequence
 
@@ -89,7 +92,8 @@ class Case:
     def run(self, q: torch.Tensor, units: Units) -> torch.Tensor:
         """What the operator writes for ``q``; NaN where it writes nothing."""
         out = torch.full_like(q, torch.nan)
-        self.attention(q.contiguous(), self.k, self.v, units, out)
+        factors = None if self.scales is None else cache_factors(self.kind.head_dim, self.scales, q.device)
+        self.attention(q.contiguous(), self.k, self.v, units, out, factors)
         return out
 
     def whole(self, sequence: int, first: int) -> torch.Tensor:
@@ -123,7 +127,11 @@ class Case:
         """
         kind, length = self.kind, self.lengths[sequence]
         pages = self.table[sequence, : -(-length // kind.page_tokens)].long()
-        k, v = (x[pages].flatten(0, 1)[:length].double().repeat_interleave(kind.group, 1) for x in (self.k, self.v))
+        scales = self.scales or CacheScales()
+        k, v = (
+            x[pages].flatten(0, 1)[:length].double().repeat_interleave(kind.group, 1) * scale
+            for x, scale in ((self.k, scales.key), (self.v, scales.value))
+        )
         q = self.q[self.starts[sequence] + first : self.starts[sequence] + length].double()
         score = torch.einsum("rhd,khd->rhk", q, k) * kind.head_dim**-0.5
         key, row = (torch.arange(n, length, device=q.device) for n in (0, first))
@@ -138,8 +146,16 @@ class Case:
         return torch.einsum("rhk,khd->rhd", weight, v), (3 * rounding + 3e-5) * size + below
 
 
-def make_case(place: str, kind: Kind, lengths: Sequence[int], dtype: torch.dtype = torch.bfloat16, garbage: float = torch.nan) -> Case:
-    """Sequences of random tokens on scattered pages. The null page, entries behind a sequence's end and free pages hold ``garbage``."""
+def make_case(
+    place: str,
+    kind: Kind,
+    lengths: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    garbage: float = torch.nan,
+    scales: CacheScales | None = None,
+) -> Case:
+    """Sequences of random tokens on scattered pages. The null page, entries behind a sequence's end and free pages hold ``garbage``.
+    ``scales``: of keys and values kept in 8 bits."""
     device, kept = device_of(place), kept_as("c" if place == "stand-in" else place, dtype)
     generator = torch.Generator().manual_seed(11)
     width = max(-(-n // kind.page_tokens) for n in lengths) + 1
@@ -158,16 +174,18 @@ def make_case(place: str, kind: Kind, lengths: Sequence[int], dtype: torch.dtype
     q = 2 * torch.randn(sum(lengths), kind.heads, kind.head_dim, generator=generator)
     # what bfloat16 would keep, in every place
     q, k, v = (x.to(dtype).to(device=device, dtype=kept) for x in (q, k, v))
+    if scales is not None:
+        k, v = encode(k, scales.key), encode(v, scales.value)
     scratch = Scratch(kind.heads, kind.head_dim, device)
     sizes = (kind.heads, kind.kv_heads, kind.head_dim, kind.page_tokens, kind.window or None)
-    attention = PagedAttention(*sizes, dtype, device, scratch)
+    attention = PagedAttention(*sizes, dtype, device, scratch, scales is not None)
     starts = tuple(sum(lengths[:i]) for i in range(len(lengths)))
-    return Case(kind, attention, scratch, tuple(lengths), starts, q, k, v, _cut(table.to(device)))
+    return Case(kind, attention, scratch, tuple(lengths), starts, q, k, v, _cut(table.to(device)), scales)
 
 
-def programs_of(kind: Kind, dtype: torch.dtype = torch.bfloat16) -> list[Program]:
+def programs_of(kind: Kind, dtype: torch.dtype = torch.bfloat16, fp8: bool = False) -> list[Program]:
     """Kernels of a kind of layer."""
-    return attention_programs(kind.heads, kind.kv_heads, kind.head_dim, kind.page_tokens, kind.window, run_dtype(dtype))
+    return attention_programs(kind.heads, kind.kv_heads, kind.head_dim, kind.page_tokens, kind.window, run_dtype(dtype), fp8)
 
 
 @contextmanager
@@ -256,10 +274,12 @@ class _Kernel:
         return max(last - (self.window - 1), 0) // SEGMENT if self.window else 0
 
     def parts(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, last: int, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, last: int, scale: float | torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(maximum ``[heads]``, sum ``[heads]``, values ``[heads, d]``) of every segment that a row at position ``last`` sees."""
         page_tokens, kv_heads, head_dim = k.shape[1:]
+        if k.dtype == FP8:
+            k, v, scale = decode(k), decode(v), scale[0]  # type: ignore[index]
         found = []
         for segment in range(self.first_segment(last), last // SEGMENT + 1):
             at = segment * SEGMENT + torch.arange(SEGMENT)
@@ -275,20 +295,24 @@ class _Kernel:
         return found
 
 
+def _value_scale(scale: float | torch.Tensor) -> float:
+    return float(scale[1]) if isinstance(scale, torch.Tensor) else 1.0
+
+
 class _Wide(_Kernel):
     def launch(self, grid, q, k, v, table, position, first, count, row, out, scale, width, units) -> None:  # type: ignore[no-untyped-def]
         assert grid == (units, k.shape[2]) and width == table.stride(0) and units == len(first) == len(count) == len(row)
         for begin, number, of in zip(first.tolist(), count.tolist(), row.tolist(), strict=True):
             assert number * (self.heads // k.shape[2]) <= op.WIDE
             for r in range(begin, begin + number):
-                out[r] = in_order(self.parts(q[r], k, v, table[of], int(position[r]), scale))
+                out[r] = in_order(self.parts(q[r], k, v, table[of], int(position[r]), scale)) * _value_scale(scale)
 
 
 class _Single(_Kernel):
     def launch(self, grid, q, k, v, table, position, row, out, scale, blocks, rows, width) -> None:  # type: ignore[no-untyped-def]
         assert grid == (blocks,) and 0 < blocks <= rows * k.shape[2] and width == table.stride(0) and rows == len(row) <= len(position)
         for r in range(rows):
-            out[r] = in_order(self.parts(q[r], k, v, table[int(row[r])], int(position[r]), scale))
+            out[r] = in_order(self.parts(q[r], k, v, table[int(row[r])], int(position[r]), scale)) * _value_scale(scale)
 
 
 class _Split(_Kernel):
@@ -310,9 +334,11 @@ class _Split(_Kernel):
 
 
 class _Add(_Kernel):
-    def launch(self, grid, value, sums, position, out, part_rows, segments, rows) -> None:  # type: ignore[no-untyped-def]
+    def launch(self, grid, value, sums, position, out, *rest) -> None:  # type: ignore[no-untyped-def]
+        *scale, part_rows, _, rows = rest
         assert grid == (rows, self.heads) and rows == len(position) <= part_rows
         for r in range(grid[0]):
             last = int(position[r])
             of = range(self.first_segment(last), last // SEGMENT + 1)
-            out[r] = self.total([(sums[0, r, :, n], sums[1, r, :, n], value[r, :, n]) for n in of])
+            parts = [(sums[0, r, :, n], sums[1, r, :, n], value[r, :, n]) for n in of]
+            out[r] = self.total(parts) * (_value_scale(*scale) if scale else 1.0)

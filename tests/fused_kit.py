@@ -45,7 +45,8 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     def finish(model: LlamaModel) -> None:
         assert model._unpacked is not None
         model._places.close()
-        model._fused = fused.FusedForward(model.topology, model._unpacked, model._rope, model.dtype, model.device, model._invariant)
+        how = (model.dtype, model.device, model._invariant, model._cache_scales)
+        model._fused = fused.FusedForward(model.topology, model._unpacked, model._rope, *how)
 
     monkeypatch.setattr(LlamaModel, "finish_loading", finish)
     monkeypatch.setattr(graphs, "can_record", lambda device: True)

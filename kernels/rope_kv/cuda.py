@@ -13,6 +13,9 @@ import torch
 
 from deepinfer.errors import KernelBuildError
 
+from ..fp8_cache.device import FILE as FP8_FILE
+from ..fp8_cache.device import byte_type, encoded
+from ..fp8_cache.device import prelude as fp8_prelude
 from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, lanes_sum, let_next_start, prelude, wait_for_previous
 from ..toolchain.driver import Launchable
@@ -35,15 +38,14 @@ def block_heads_of(heads: int, lanes: int) -> int:
     return -(-heads // (blocks * of_warp)) * of_warp
 
 
-def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: int, lanes: int, qk_norm: bool, dtype: str) -> Any:
-    """See ``reference.rope_kv``; caches ``[entries, kv_heads, head_dim]``. No ``weights`` and ``eps`` without ``qk_norm``."""
+def _turning(
+    d: Dialect, entries: Any, heads: int, kv_heads: int, head_dim: int, block_heads: int, lanes: int, qk_norm: bool, stored: str, fp8: bool
+) -> Any:
+    """``turn(row, part, …)``: what a block does; ``fp8``: caches are 8-bit floats."""
     T = d.T
-    rows, entries = T.dynamic("rows"), T.dynamic("entries")
-    stored = d.stored(dtype)
     half = head_dim // 2
     turning, every = heads + kv_heads, heads + 2 * kv_heads
     shape = (block_heads, lanes, _WIDE)
-    blocks = -(-every // block_heads)
     add = lanes_sum(d, block_heads, lanes)
 
     @T.macro
@@ -68,7 +70,18 @@ def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: i
             b[h, i, v] = b[h, i, v] * scale[h, i] * high_weight[h, i, v]
 
     @T.macro
-    def turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps):
+    def keep(slot, first, low, high, k_cache, v_cache):
+        for h, i, v in d.par(*shape):
+            if first + h >= heads and first + h < turning and i * _WIDE + v < half:
+                k_cache[slot, first + h - heads, i * _WIDE + v] = low[h, i, v]
+                k_cache[slot, first + h - heads, half + i * _WIDE + v] = high[h, i, v]
+        for h, i, v in d.par(*shape):
+            if first + h >= turning and first + h < every and i * _WIDE + v < half:
+                v_cache[slot, first + h - turning, i * _WIDE + v] = low[h, i, v]
+                v_cache[slot, first + h - turning, half + i * _WIDE + v] = high[h, i, v]
+
+    @T.macro
+    def turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps, scales):
         first = part * block_heads
         low, high = d.acc(shape, stored), d.acc(shape, stored)
         c, s = d.acc(shape, "float32"), d.acc(shape, "float32")
@@ -115,14 +128,28 @@ def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: i
             if first + h < heads and i * _WIDE + v < half:
                 q[row, first + h, i * _WIDE + v] = low[h, i, v]
                 q[row, first + h, half + i * _WIDE + v] = high[h, i, v]
-        for h, i, v in d.par(*shape):
-            if first + h >= heads and first + h < turning and i * _WIDE + v < half:
-                k_cache[slot, first + h - heads, i * _WIDE + v] = low[h, i, v]
-                k_cache[slot, first + h - heads, half + i * _WIDE + v] = high[h, i, v]
-        for h, i, v in d.par(*shape):
-            if first + h >= turning and first + h < every and i * _WIDE + v < half:
-                v_cache[slot, first + h - turning, i * _WIDE + v] = low[h, i, v]
-                v_cache[slot, first + h - turning, half + i * _WIDE + v] = high[h, i, v]
+        if fp8:
+            low_byte, high_byte = d.acc(shape, byte_type(d)), d.acc(shape, byte_type(d))
+            for h, i, v in d.par(*shape):
+                a[h, i, v] = scales[T.if_then_else(first + h < turning, 0, 1)]
+            for h, i, v in d.par(*shape):
+                low_byte[h, i, v] = encoded(d, T.cast(low[h, i, v], "float32") * a[h, i, v])
+            for h, i, v in d.par(*shape):
+                high_byte[h, i, v] = encoded(d, T.cast(high[h, i, v], "float32") * a[h, i, v])
+            keep(slot, first, low_byte, high_byte, k_cache, v_cache)
+        else:
+            keep(slot, first, low, high, k_cache, v_cache)
+
+    return turn
+
+
+def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: int, lanes: int, qk_norm: bool, dtype: str) -> Any:
+    """See ``reference.rope_kv``; caches ``[entries, kv_heads, head_dim]``. No ``weights`` and ``eps`` without ``qk_norm``."""
+    T = d.T
+    rows, entries = T.dynamic("rows"), T.dynamic("entries")
+    stored, half, every = d.stored(dtype), head_dim // 2, heads + 2 * kv_heads
+    blocks = -(-every // block_heads)
+    turn = _turning(d, entries, heads, kv_heads, head_dim, block_heads, lanes, qk_norm, stored, False)
 
     if qk_norm:
 
@@ -139,7 +166,7 @@ def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: i
             eps: T.float32,
         ):
             with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=prelude(d)) as (row, part):
-                turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps)
+                turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps, None)
 
         return norm_rope_kv
 
@@ -154,9 +181,54 @@ def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: i
         v_cache: T.Tensor((entries, kv_heads, head_dim), stored),
     ):
         with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=prelude(d)) as (row, part):
-            turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, None, None)
+            turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, None, None, None)
 
     return rope_kv
+
+
+def rope_kv_fp8(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: int, lanes: int, qk_norm: bool, dtype: str) -> Any:
+    """The same with caches of 8-bit floats. ``scales``: the reciprocals of those of keys and of values."""
+    T = d.T
+    rows, entries = T.dynamic("rows"), T.dynamic("entries")
+    stored, half, every, byte = d.stored(dtype), head_dim // 2, heads + 2 * kv_heads, byte_type(d)
+    blocks = -(-every // block_heads)
+    turn = _turning(d, entries, heads, kv_heads, head_dim, block_heads, lanes, qk_norm, stored, True)
+
+    if qk_norm:
+
+        @T.prim_func
+        def norm_rope_kv_fp8(
+            qkv: T.Tensor((rows, every, head_dim), stored),
+            cosines: T.Tensor((rows, half), "float32"),
+            sines: T.Tensor((rows, half), "float32"),
+            slots: T.Tensor((rows,), "int64"),
+            q: T.Tensor((rows, heads, head_dim), stored),
+            k_cache: T.Tensor((entries, kv_heads, head_dim), byte),
+            v_cache: T.Tensor((entries, kv_heads, head_dim), byte),
+            scales: T.Tensor((2,), "float32"),
+            weights: T.Tensor((2, head_dim), "float32"),
+            eps: T.float32,
+        ):
+            with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=fp8_prelude(d)) as (row, part):
+                turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps, scales)
+
+        return norm_rope_kv_fp8
+
+    @T.prim_func
+    def rope_kv_fp8(
+        qkv: T.Tensor((rows, every, head_dim), stored),
+        cosines: T.Tensor((rows, half), "float32"),
+        sines: T.Tensor((rows, half), "float32"),
+        slots: T.Tensor((rows,), "int64"),
+        q: T.Tensor((rows, heads, head_dim), stored),
+        k_cache: T.Tensor((entries, kv_heads, head_dim), byte),
+        v_cache: T.Tensor((entries, kv_heads, head_dim), byte),
+        scales: T.Tensor((2,), "float32"),
+    ):
+        with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=fp8_prelude(d)) as (row, part):
+            turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, None, None, scales)
+
+    return rope_kv_fp8
 
 
 class RopeKv:
@@ -167,6 +239,7 @@ class RopeKv:
         kv_heads: key (and value) heads.
         head_dim: channels of a head, a multiple of 16 up to 512.
         dtype: of ``qkv``, ``q`` and the caches: bfloat16 or float16.
+        fp8: caches are 8-bit floats.
         device: a GPU.
         qk_norm: whether heads are normalised first.
         eps: of that norm.
@@ -187,15 +260,16 @@ class RopeKv:
         eps: float = 0.0,
         after: bool = True,
         kernels: Sequence[Launchable] | None = None,
+        fp8: bool = False,
     ) -> None:
-        programs = self.programs(heads, kv_heads, head_dim, run_dtype(dtype), qk_norm)
+        programs = self.programs(heads, kv_heads, head_dim, run_dtype(dtype), qk_norm, fp8)
         (self._kernel,) = require(programs, device, after) if kernels is None else kernels
         constants = dict(programs[0].constants)
         self._blocks = -(-(heads + 2 * kv_heads) // int(constants["block_heads"]))
         self._eps = eps
 
     @staticmethod
-    def programs(heads: int, kv_heads: int, head_dim: int, dtype: str, qk_norm: bool = False) -> list[Program]:
+    def programs(heads: int, kv_heads: int, head_dim: int, dtype: str, qk_norm: bool = False, fp8: bool = False) -> list[Program]:
         """What it launches."""
         if head_dim % (2 * _WIDE) or head_dim > 512:
             raise KernelBuildError(f"heads of {head_dim} channels cannot be read 16 bytes at a time in the lanes of a warp")
@@ -209,6 +283,8 @@ class RopeKv:
             qk_norm=qk_norm,
             dtype=dtype,
         )
+        if fp8:
+            return [Program("rope_kv", "rope_kv_fp8", constants, (FILE, FP8_FILE))]
         return [Program("rope_kv", "rope_kv", constants, (FILE,))]
 
     def __call__(
@@ -221,19 +297,20 @@ class RopeKv:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         norm: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
     ) -> None:
-        """Arguments of ``reference.rope_kv``, ``out`` its ``q``, all contiguous; ``norm`` if the operator was made for one."""
+        """Arguments of ``reference.rope_kv``, ``out`` its ``q``, all contiguous; ``norm`` if the operator was made for one, and ``scales``
+        for caches in 8 bits, float32 ``[2]``: the reciprocals of those of keys and of values."""
         rows = qkv.shape[0]
         if not rows:
             return
         entries = k_cache.shape[0] * k_cache.shape[1]
         grid = (rows, self._blocks)
-        if norm is None:
-            self._kernel.launch(grid, qkv, cos, sin, slots, out, k_cache, v_cache, rows, entries)
-        else:
-            self._kernel.launch(grid, qkv, cos, sin, slots, out, k_cache, v_cache, norm, self._eps, rows, entries)
+        of_cache = () if scales is None else (scales,)
+        of_norm = () if norm is None else (norm, self._eps)
+        self._kernel.launch(grid, qkv, cos, sin, slots, out, k_cache, v_cache, *of_cache, *of_norm, rows, entries)
 
 
 def programs_for(shape: ModelShape) -> list[Program]:
     """What a model of ``shape`` launches."""
-    return RopeKv.programs(shape.heads, shape.kv_heads, shape.head_dim, shape.dtype, shape.qk_norm)
+    return RopeKv.programs(shape.heads, shape.kv_heads, shape.head_dim, shape.dtype, shape.qk_norm, shape.kv == "fp8")

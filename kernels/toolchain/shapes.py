@@ -47,6 +47,7 @@ class ModelShape:
         dtype: the run dtype, ``bfloat16`` or ``float16``.
         qk_norm: whether queries and keys are normalised head by head before they are rotated.
         weights: how projections keep their weights: ``plain`` (the run dtype) or ``fp8`` (packed, ``kernels/linear_fp8``).
+        kv: how keys and values are kept: ``plain`` (the run dtype) or ``fp8`` (8-bit floats, ``kernels/fp8_cache``).
     """
 
     hidden: int
@@ -59,6 +60,7 @@ class ModelShape:
     dtype: str = "bfloat16"
     qk_norm: bool = False
     weights: str = "plain"
+    kv: str = "plain"
 
     @property
     def q_size(self) -> int:
@@ -77,6 +79,9 @@ SMOLLM2_1_7B = ModelShape(hidden=2048, heads=32, kv_heads=32, head_dim=64, inter
 LLAMA_8B = ModelShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
 QWEN3_8B = ModelShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, qk_norm=True)
 QWEN3_8B_FP8 = replace(QWEN3_8B, weights="fp8")
+SMOLLM2_135M_KV8 = replace(SMOLLM2_135M, kv="fp8")
+SMOLLM2_135M_FP16_KV8 = replace(SMOLLM2_135M_FP16, kv="fp8")
+QWEN3_8B_KV8 = replace(QWEN3_8B, kv="fp8")
 
 NAMED = {
     "smollm2-135m": SMOLLM2_135M,
@@ -85,5 +90,8 @@ NAMED = {
     "llama-8b": LLAMA_8B,
     "qwen3-8b": QWEN3_8B,
     "qwen3-8b-fp8": QWEN3_8B_FP8,
+    "smollm2-135m-kv8": SMOLLM2_135M_KV8,
+    "smollm2-135m-fp16-kv8": SMOLLM2_135M_FP16_KV8,
+    "qwen3-8b-kv8": QWEN3_8B_KV8,
 }
 """Shapes that every operator's kernels are compiled for before a change is taken."""

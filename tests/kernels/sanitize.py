@@ -119,24 +119,27 @@ def linear_fp8(i: Inputs) -> None:
 
 
 def paged_attention(i: Inputs) -> None:
-    from deepinfer.kernels.paged_attention.cuda import PagedAttention, Scratch
+    from deepinfer.kernels.fp8_cache import FP8, CacheScales
+    from deepinfer.kernels.paged_attention.cuda import PagedAttention, Scratch, cache_factors
     from deepinfer.kernels.paged_attention.units import one_row_units, step_units
 
     s = i.shape
     pages, width = 64, 9
     scratch = Scratch(s.heads, s.head_dim, i.device)
-    operator = PagedAttention(s.heads, s.kv_heads, s.head_dim, s.page_tokens, None, i.dtype, i.device, scratch)
-    k, v = (i.normal(pages, s.page_tokens, s.kv_heads, s.head_dim) for _ in range(2))
+    fp8 = s.kv == "fp8"
+    operator = PagedAttention(s.heads, s.kv_heads, s.head_dim, s.page_tokens, None, i.dtype, i.device, scratch, fp8)
+    k, v = (i.normal(pages, s.page_tokens, s.kv_heads, s.head_dim, dtype=FP8 if fp8 else None) for _ in range(2))
+    factors = cache_factors(s.head_dim, CacheScales(0.5, 2.0), i.device) if fp8 else None
     for rows in (FEW, MANY):
         table = i.below(pages, rows, width, dtype=torch.int32)
         position = i.below(width * s.page_tokens, rows)
         q, out = i.normal(rows, s.heads, s.head_dim), i.empty(rows, s.heads, s.head_dim)
-        operator(q, k, v, one_row_units(table, position, torch.arange(rows, device=i.device)), out)
+        operator(q, k, v, one_row_units(table, position, torch.arange(rows, device=i.device)), out, factors)
     cu_q = [0, 200, 201, MANY]
     table = i.below(pages, 3, width, dtype=torch.int32)
     position = torch.cat([torch.arange(n, device=i.device) + 7 for n in (200, 1, 99)])
     q, out = i.normal(MANY, s.heads, s.head_dim), i.empty(MANY, s.heads, s.head_dim)
-    operator(q, k, v, step_units(table, position, cu_q, operator.tokens), out)
+    operator(q, k, v, step_units(table, position, cu_q, operator.tokens), out, factors)
 
 
 def rms_norm(i: Inputs) -> None:
@@ -149,16 +152,19 @@ def rms_norm(i: Inputs) -> None:
 
 
 def rope_kv(i: Inputs) -> None:
+    from deepinfer.kernels.fp8_cache import FP8
     from deepinfer.kernels.rope_kv.cuda import RopeKv
 
     s = i.shape
-    operator = RopeKv(s.heads, s.kv_heads, s.head_dim, i.dtype, i.device, s.qk_norm, 1e-6)
+    fp8 = s.kv == "fp8"
+    operator = RopeKv(s.heads, s.kv_heads, s.head_dim, i.dtype, i.device, s.qk_norm, 1e-6, fp8=fp8)
     cos, sin = (i.normal(FEW, s.head_dim // 2, dtype=torch.float32) for _ in range(2))
-    k, v = (i.normal(8, s.page_tokens, s.kv_heads, s.head_dim) for _ in range(2))
+    k, v = (i.normal(8, s.page_tokens, s.kv_heads, s.head_dim, dtype=FP8 if fp8 else None) for _ in range(2))
     slots = i.below(8 * s.page_tokens, FEW)
     slots[0], slots[1] = -1, 8 * s.page_tokens + 3
     norm = i.normal(2, s.head_dim, dtype=torch.float32) if s.qk_norm else None
-    operator(i.normal(FEW, s.heads + 2 * s.kv_heads, s.head_dim), cos, sin, slots, i.empty(FEW, s.heads, s.head_dim), k, v, norm)
+    scales = i.normal(2, dtype=torch.float32) if fp8 else None
+    operator(i.normal(FEW, s.heads + 2 * s.kv_heads, s.head_dim), cos, sin, slots, i.empty(FEW, s.heads, s.head_dim), k, v, norm, scales)
 
 
 def sample(i: Inputs) -> None:

@@ -9,10 +9,20 @@ import pytest
 import torch
 
 from deepinfer.errors import KernelBuildError
+from deepinfer.kernels.fp8_cache import FP8, CacheScales, encode
 from deepinfer.kernels.rope import RopeParameters, RopeTable
 from deepinfer.kernels.rope_kv import rope_kv
 from deepinfer.kernels.rope_kv.cuda import RopeKv, block_heads_of, lanes_of, programs_for
-from deepinfer.kernels.toolchain.shapes import LLAMA_8B, QWEN3_8B, SMOLLM2_1_7B, SMOLLM2_135M, ModelShape, run_dtype
+from deepinfer.kernels.toolchain.shapes import (
+    LLAMA_8B,
+    QWEN3_8B,
+    QWEN3_8B_KV8,
+    SMOLLM2_1_7B,
+    SMOLLM2_135M,
+    SMOLLM2_135M_KV8,
+    ModelShape,
+    run_dtype,
+)
 from kernel_kit import (
     DTYPES,
     KERNEL_PLACES,
@@ -213,3 +223,71 @@ def test_overlapping_and_captured_launches_give_the_bits_of_separate_ones(shape:
         answers.append((both, caches))
     for answer in answers[1:]:
         assert torch.equal(answer[0], answers[0][0]) and torch.equal(answer[1], answers[0][1])
+
+
+# Caches in 8 bits
+
+SCALES = CacheScales(0.037, 1.9)
+
+
+def run_fp8(case: Case, scales: CacheScales = SCALES) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, and keys and values as bytes, of new caches that held zeros."""
+    s, device = case.shape, case.qkv.device
+    q = torch.empty(case.qkv.shape[0], s.heads, s.head_dim, dtype=kept_as(case.place, case.dtype), device=device)
+    k, v = (torch.zeros(case.pages, PAGE_TOKENS, s.kv_heads, s.head_dim, dtype=torch.uint8, device=device).view(FP8) for _ in range(2))
+    programs = RopeKv.programs(s.heads, s.kv_heads, s.head_dim, run_dtype(case.dtype), s.qk_norm, True)
+    op = RopeKv(s.heads, s.kv_heads, s.head_dim, case.dtype, device, s.qk_norm, EPS, True, kernels_at(case.place, programs), True)
+    written = torch.tensor([1 / scales.key, 1 / scales.value], device=device)
+    op(case.qkv, case.cos, case.sin, case.slots, q, k, v, case.norm, written)
+    return q, k.view(torch.uint8), v.view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(SMOLLM2_135M, torch.bfloat16), (SMOLLM2_135M, torch.float16), (OTHER_HEADS[5], torch.bfloat16), (OTHER_HEADS[2], torch.bfloat16)],
+    ids=lambda x: name(x) if isinstance(x, ModelShape) else str(x),
+)
+@pytest.mark.parametrize("place", KERNEL_PLACES)
+def test_8_bit_caches_hold_what_wide_ones_would_encoded(place: str, shape: ModelShape, dtype: torch.dtype) -> None:
+    """Every entry, with numbers from far below the smallest to far above the largest; entries of no row stay as they are."""
+    case = case_of(place, shape, dtype, 64)
+    case.qkv *= torch.logspace(-4, 3, 64, base=10, device=case.qkv.device).to(case.qkv.dtype)[:, None]
+    q, k, v = case.run()
+    q8, k8, v8 = run_fp8(case)
+    assert torch.equal(q, q8)
+    for wide, narrow, scale in ((k, k8, SCALES.key), (v, v8, SCALES.value)):
+        wanted = encode(wide.flatten(0, 1)[case.slots], scale).view(torch.uint8)
+        found = narrow.flatten(0, 1)
+        assert torch.equal(found[case.slots], wanted)
+        if wide is v or not shape.qk_norm:  # norms keep keys small
+            assert {0, 0x7E, 0xFE} <= set(wanted.unique().tolist()), "both ends are met"
+        found[case.slots] = 0
+        assert not found.any()
+    case.qkv[3] = torch.nan
+    assert all((cache.flatten(0, 1)[case.slots[3]] & 0x7F == 0x7F).all() for cache in run_fp8(case)[1:]), "NaN stays NaN"
+
+
+@pytest.mark.parametrize("place", KERNEL_PLACES)
+def test_every_number_is_rounded_to_the_nearest(place: str) -> None:
+    """All of float16, as values, which are not rotated."""
+    shape = OTHER_HEADS[0]
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    rows = len(every) // shape.kv_size
+    case = case_of(place, shape, torch.float16, 256)
+    for first in range(0, rows, 256):
+        case.qkv[:, -shape.kv_size :] = every.view(rows, -1)[first : first + 256].to(case.qkv.device)
+        _, _, v = run_fp8(case, CacheScales())
+        values = case.qkv[:, -shape.kv_size :].view(256, shape.kv_heads, -1)
+        got, wanted = v.flatten(0, 1)[case.slots], encode(values).view(torch.uint8)
+        finite = ~values.isnan()
+        assert torch.equal(got[finite], wanted[finite]) and (got[~finite] & 0x7F == 0x7F).all()
+
+
+@pytest.mark.parametrize("shape", [SMOLLM2_135M_KV8, QWEN3_8B_KV8], ids=name)
+def test_machine_code_for_8_bit_caches(shape: ModelShape, tmp_path: Path) -> None:
+    (program,) = programs_for(shape)
+    assert program.factory == "rope_kv_fp8"
+    check_machine_code(program, tmp_path)
+    assert read_before_waiting(program, late=True) == ({"weights"} if shape.qk_norm else set())
+    # as with wide caches, and a scale; halves of a head are 8 bytes in a cache
+    assert machine_accesses(program) == {"LDG": [32, 64] + [128] * (10 if shape.qk_norm else 6), "STG": [64] * 4 + [128] * 2}

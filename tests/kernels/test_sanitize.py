@@ -66,8 +66,9 @@ def test_every_registered_operator_is_exercised(sanitize: ModuleType) -> None:
 
 
 @pytest.mark.usefixtures("idle")
-def test_every_kernel_is_launched_with_what_it_takes(sanitize: ModuleType) -> None:
-    assert sanitize.exercise("smollm2-135m", torch.device("cpu")) == []
+@pytest.mark.parametrize("shape", ["smollm2-135m", "smollm2-135m-kv8"])
+def test_every_kernel_is_launched_with_what_it_takes(sanitize: ModuleType, shape: str) -> None:
+    assert sanitize.exercise(shape, torch.device("cpu")) == []
 
 
 @pytest.mark.usefixtures("idle")

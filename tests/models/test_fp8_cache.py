@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.kernels.fp8_cache import FP8, decode, encode
+from deepinfer.kernels.rope_kv.cuda import RopeKv
 from deepinfer.models import load_model, resolve_model
 from deepinfer.models.llama import forward as llama
 from exact_kit import KINDS, VOCAB, config_of
 from fp8_cache_kit import scales_of, weights_of, write
 from fp8_kit import QUANTIZATION
+from fused_kit import use_stand_ins
 from model_driver import Driver
 
 IDS = torch.randint(0, VOCAB, (90,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -54,6 +57,35 @@ def test_logits_are_those_of_a_cache_of_the_stored_numbers(
     calls = list(range(len(left)))[::-1]
     _, want = Driver(load(folder, dtype, "cpu", fp8=False)).prefill(IDS)
     assert not calls and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_are_those_of_the_forward_of_kernels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stand-ins for a GPU's: each layer's scales go where they belong, in prompts and in single rows."""
+    config = {**config_of(kind, "cpu"), "head_dim": 64, "num_hidden_layers": 3}
+    folder = write(tmp_path / "m", config, {**weights_of(config), **scales_of(3, powers=True)})
+    reference = Driver(load(folder, torch.float32, "cpu")).prefill(IDS)[1].log_softmax(-1)
+    use_stand_ins(monkeypatch)
+    model = load(folder, torch.float32, "cpu")
+    scales, driver = model._cache_scales, Driver(model)
+    _, got = driver.prefill(IDS)
+    _, single = Driver(model, shuffle=1).prefill(IDS[:40], 1)
+    assert torch.equal(single, got[:40]) and all(tensor.dtype == FP8 for tensor in driver.kv.values())
+    # their bits are others than the references', and a bit may be another 8-bit number
+    assert (reference.exp() * (reference - got.log_softmax(-1))).sum(-1).mean() < 1e-3
+
+    write_wide, calls = RopeKv.__call__, itertools.count()
+
+    def write_rounded(op: RopeKv, qkv: Any, cos: Any, sin: Any, slots: torch.Tensor, out: Any, k: Any, v: Any, *rest: Any) -> None:
+        write_wide(op, qkv, cos, sin, slots, out, k, v, *rest)
+        own = scales[next(calls) % 3]
+        for cache, scale in ((k, own.key), (v, own.value)):
+            flat = cache.view(-1, *cache.shape[2:])
+            flat[slots] = decode(encode(flat[slots], scale)) * scale
+
+    monkeypatch.setattr(RopeKv, "__call__", write_rounded)
+    _, want = Driver(load(folder, torch.float32, "cpu", fp8=False)).prefill(IDS)
+    assert next(calls) == 3 and torch.equal(got, want)
 
 
 def test_answers_are_near_those_of_a_whole_cache(tmp_path: Path, device: str) -> None:

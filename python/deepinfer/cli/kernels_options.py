@@ -21,6 +21,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument("--model", default=None, metavar="MODEL", help="kernels of this model: directory, config.json, hub id or smollm2")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="run dtype of --model (default: bfloat16)")
     parser.add_argument("--block-size", type=int, default=64, choices=(16, 32, 64, 128), help="tokens of a KV block of --model")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8: with KV of --model in 8-bit floats")
     parser.add_argument("--arch", default="sm_90a", metavar="NAME", help="architecture to compile for (default: sm_90a, an H200)")
 
 
@@ -44,7 +45,7 @@ def chosen(args: argparse.Namespace, form: str = "cuda") -> list[Entry]:
         from deepinfer.cli.plan import config_of
         from deepinfer.models.kernel_shape import read_kernel_shape
 
-        shape = read_kernel_shape(config_of(args.model), args.dtype, args.block_size)
+        shape = read_kernel_shape(config_of(args.model), args.dtype, args.block_size, args.kv_cache_dtype == "fp8")
         for op, reason in registry.refusals(shape).items():
             console.note(f"operator {op} stays with its reference: {reason}")
         return list(registry.entries({args.model: shape}, form))

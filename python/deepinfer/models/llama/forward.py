@@ -6,7 +6,6 @@ stream is float32; projections run in the run dtype, attention and norms in floa
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -116,11 +115,10 @@ class LlamaModel:
         """Makes the fused forward if its kernels are there, else packs the weights for the reference operators."""
         self._places.close()
         assert self._unpacked is not None
-        if self.device.type == "cuda" and self._cache_scales is not None:
-            warnings.warn("KV in 8-bit floats has no GPU kernels: the model runs on its reference operators", RuntimeWarning, stacklevel=2)
-        elif self.device.type == "cuda":
+        if self.device.type == "cuda":
+            how = (self.dtype, self.device, self._invariant, self._cache_scales)
             try:
-                self._fused = FusedForward(self.topology, self._unpacked, self._rope, self.dtype, self.device, self._invariant)
+                self._fused = FusedForward(self.topology, self._unpacked, self._rope, *how)
             except KernelBuildError:  # said once in a warning by whoever missed the kernel
                 self._fused = None
         if self._fused is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,10 @@ from ...errors import KernelBuildError
 from ...kernels import registry
 from ...kernels.argmax.cuda import Argmax
 from ...kernels.embedding.cuda import Embedding
+from ...kernels.fp8_cache import CacheScales
 from ...kernels.linear.cuda import Product, agreeing_rows, linears_of
 from ...kernels.linear_fp8.cuda import PackedProjection, differing
-from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs, unit_tokens
+from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs, cache_factors, unit_tokens
 from ...kernels.paged_attention.units import Units, one_row_units, step_units
 from ...kernels.rms_norm.cuda import AddRmsNorm, RmsNorm
 from ...kernels.rope import RopeTable
@@ -56,9 +58,9 @@ _OPERATORS = ("argmax", "embedding", "linear", "linear_fp8", "rms_norm", "rope_k
 """What the forward launches besides attention, whose kernels follow from the page and the window."""
 
 
-def kernel_shape(t: LlamaTopology, dtype: str, page_tokens: int = 64, weights: str = "plain") -> ModelShape:
+def kernel_shape(t: LlamaTopology, dtype: str, page_tokens: int = 64, weights: str = "plain", kv: str = "plain") -> ModelShape:
     """What the kernels of a model of the family follow from."""
-    return ModelShape(t.hidden, t.heads, t.kv_heads, t.head_dim, t.intermediate, t.vocab, page_tokens, dtype, t.qk_norm, weights)
+    return ModelShape(t.hidden, t.heads, t.kv_heads, t.head_dim, t.intermediate, t.vocab, page_tokens, dtype, t.qk_norm, weights, kv)
 
 
 def _row_counts() -> list[int]:
@@ -69,6 +71,20 @@ def _prompt_counts() -> list[int]:
     """Row counts of steps with prompts that are worth a graph each: less than a quarter of a step is padding, where that takes time."""
     quarters = [size + size * quarter // 4 for size in (1 << n for n in range(8, 13)) for quarter in range(4)]
     return [32, 64, 128, 192, *quarters, _LARGEST_STEP]
+
+
+@dataclass(frozen=True)
+class _LayerCache:
+    """What operators take beside a layer's caches in 8 bits, ``None`` for others: ``written`` reciprocals of the scales, ``read``
+    ``cache_factors``."""
+
+    written: torch.Tensor | None
+    read: torch.Tensor | None
+
+    @classmethod
+    def of(cls, scales: CacheScales, head_dim: int, device: torch.device) -> _LayerCache:
+        written = torch.tensor([1 / scales.key, 1 / scales.value], dtype=torch.float32, device=device)
+        return cls(written, cache_factors(head_dim, scales, device))
 
 
 class _Layer:
@@ -102,6 +118,7 @@ class FusedForward:
         dtype: bfloat16 or float16.
         device: a GPU.
         batch_invariant: a row's bits are those it has in any other number of rows.
+        cache_scales: of each layer, where keys and values are kept as 8-bit floats; ``None`` = in ``dtype``.
 
     Raises ``KernelBuildError`` if a kernel cannot be had: the model then runs on its reference operators.
     """
@@ -114,10 +131,13 @@ class FusedForward:
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = True,
+        cache_scales: Sequence[CacheScales] | None = None,
     ) -> None:
         t = topology
         self.topology, self.dtype, self.device = t, dtype, device
-        shape = kernel_shape(t, run_dtype(dtype), weights="fp8" if parameters.packed else "plain")
+        shape = kernel_shape(
+            t, run_dtype(dtype), weights="fp8" if parameters.packed else "plain", kv="plain" if cache_scales is None else "fp8"
+        )
         prepare([program for op in _OPERATORS for program in registry.programs(shape, op)], device)
         project = Projections(dtype, device)
         self._swiglu = SwiGlu(t.intermediate, dtype, device)
@@ -127,7 +147,11 @@ class FusedForward:
         self._embed = Embedding(t.vocab, t.hidden, t.head_dim, dtype, device)
         self._norm = RmsNorm(t.hidden, t.eps, dtype, device)
         self._add_norm = AddRmsNorm(t.hidden, t.eps, dtype, device)
-        self._rope_kv = RopeKv(t.heads, t.kv_heads, t.head_dim, dtype, device, t.qk_norm, t.eps)
+        self._fp8_cache = cache_scales is not None
+        self._rope_kv = RopeKv(t.heads, t.kv_heads, t.head_dim, dtype, device, t.qk_norm, t.eps, fp8=self._fp8_cache)
+        self._cache = [_LayerCache(None, None)] * t.layers
+        if cache_scales is not None:
+            self._cache = [_LayerCache.of(scales, t.head_dim, device) for scales in cache_scales]
         self._argmax: Argmax | None = None
         self._rope = rope
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -173,8 +197,8 @@ class FusedForward:
         t, dtype = self.topology, run_dtype(self.dtype)
         windows = sorted(set(t.windows), key=lambda w: w or 0)
         shape = (t.heads, t.kv_heads, t.head_dim, page_tokens)
-        prepare([p for w in windows for p in attention_programs(*shape, w or 0, dtype)], self.device)
-        self._attention = {w: PagedAttention(*shape, w, self.dtype, self.device, self._scratch) for w in windows}
+        prepare([p for w in windows for p in attention_programs(*shape, w or 0, dtype, self._fp8_cache)], self.device)
+        self._attention = {w: PagedAttention(*shape, w, self.dtype, self.device, self._scratch, self._fp8_cache) for w in windows}
         self._page_tokens = page_tokens
 
     def graph_rows(self, max_rows: int) -> list[int]:
@@ -255,10 +279,10 @@ class FusedForward:
         attended = torch.empty_like(q)
         self._norm(x, self._layers[0].input_norm, normed)
         for index, (layer, (k_name, v_name)) in enumerate(zip(self._layers, names, strict=True)):
-            k_cache, v_cache = kv[k_name], kv[v_name]
+            k_cache, v_cache, cache = kv[k_name], kv[v_name], self._cache[index]
             qkv = self._product(layer.qkv, normed)
-            self._rope_kv(qkv, cos, sin, slots, q, k_cache, v_cache, layer.qk_norm)
-            self._attention[layer.window](q, k_cache, v_cache, units, attended)
+            self._rope_kv(qkv, cos, sin, slots, q, k_cache, v_cache, layer.qk_norm, cache.written)
+            self._attention[layer.window](q, k_cache, v_cache, units, attended, cache.read)
             added = self._product(layer.out, attended.view(rows, t.q_size))
             self._add_norm(x, added, layer.post_norm, normed)
             added = self._product(layer.down, self._product(layer.gated, normed))
