@@ -202,23 +202,20 @@ def test_sequences_are_handed_over_as_they_are(device: str, monkeypatch: pytest.
     with make_engine(tiny_checkpoint("llama"), device, block_size=16) as engine:
         whole = generate(engine, prompts, params)
     pair = Pair(monkeypatch, device, **settings)
-    for i, prompt in enumerate(prompts):
-        pair.prompt.add_request(request(str(i), prompt, params))
-    while pair.prompt.has_unfinished() or pair.completion.has_unfinished():
-        pair.step()
+    answers = pair.generate([request(str(i), prompt, params) for i, prompt in enumerate(prompts)])
     assert not pair.refused
-    for i, right in enumerate(want):
-        assert same_bits(pair.answers[str(i)], right) and not same_bits(whole[i], right)
+    for answer, right, other in zip(answers, want, whole, strict=True):
+        assert same_bits(answer, right) and not same_bits(other, right)
+    pair.check_rest()
+    pair.close()
 
 
 def test_engines_of_two_kinds_do_not_hand_over(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, device, completion={"kv_cache_dtype": "fp8"})
     pair.prompt.add_request(request("a", random_prompts((20,))[0], GREEDY))
-    for _ in range(50):
-        pair.step()
-        if pair.refused:
-            break
+    pair.run(until=lambda: bool(pair.refused))
     assert isinstance(pair.refused["a"], KvLayoutError) and "float8_e4m3fn" in str(pair.refused["a"])
+    pair.close()
 
 
 def test_what_is_refused(device: str) -> None:
