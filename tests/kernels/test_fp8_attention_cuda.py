@@ -56,6 +56,13 @@ def widened(case: Case, dtype: torch.dtype) -> Case:
     return replace(case, attention=attention, k=k, v=v, scales=None)
 
 
+def same(got: torch.Tensor, wide: torch.Tensor) -> bool:
+    """Bit for bit ``wide`` times the scale of values, which is rounded again only where it has no normal number: off by the least one."""
+    want, numbers = wide * SCALES.value, torch.finfo(wide.dtype)
+    small = want.abs() < numbers.tiny
+    return torch.equal(got[~small], want[~small]) and bool(((got - want)[small].abs() <= numbers.smallest_normal * numbers.eps).all())
+
+
 def check_equal(case: Case, dtype: torch.dtype = torch.bfloat16) -> None:
     """Rows around the end of every sequence, by every kernel."""
     wide = widened(case, dtype)
@@ -63,12 +70,12 @@ def check_equal(case: Case, dtype: torch.dtype = torch.bfloat16) -> None:
     for sequence, length in enumerate(case.lengths):
         first = max(0, length - 70)
         rows = [(sequence, p) for p in range(first, length)]
-        want = wide.whole(sequence, first) * SCALES.value
+        want = wide.whole(sequence, first)
         assert want.isfinite().all() and bool(want.any())
-        assert torch.equal(case.whole(sequence, first), want), f"{length} tokens as units"
-        assert torch.equal(case.singles(rows[-16:]), wide.singles(rows[-16:]) * SCALES.value), f"{length} tokens, segments shared out"
+        assert same(case.whole(sequence, first), want), f"{length} tokens as units"
+        assert same(case.singles(rows[-16:]), wide.singles(rows[-16:])), f"{length} tokens, segments shared out"
         with shared_out_up_to(case, 0):
-            assert torch.equal(case.singles(rows), wide.singles(rows) * SCALES.value), f"{length} tokens, rows by themselves"
+            assert same(case.singles(rows), wide.singles(rows)), f"{length} tokens, rows by themselves"
 
 
 @pytest.mark.parametrize(("place", "kind"), PLACES)
