@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import re
+import shutil
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,6 +66,14 @@ def _nvrtc() -> Any:
 
 
 @cache
+def _headers_folder() -> str:
+    """Where NVRTC keeps the headers it has read, about a gigabyte, until this process ends: left to itself it leaves them there."""
+    folder = tempfile.mkdtemp(prefix="deepinfer-headers-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
 def compiler() -> str:
     """The compiler's name and version. Raises ``KernelBuildError`` if there is none."""
     nvrtc = _nvrtc()
@@ -79,7 +90,8 @@ def compile_source(source: str, name: str, arch: str) -> tuple[bytes, Resources]
     """
     nvrtc = _nvrtc()
     options = [
-        f"--gpu-architecture={arch}", "-default-device", "--fmad=false", "--std=c++17", "--ptxas-options=-v", "-pch", *_include_options(),
+        f"--gpu-architecture={arch}", "-default-device", "--fmad=false", "--std=c++17", "--ptxas-options=-v", "-pch",
+        f"--pch-dir={_headers_folder()}", *_include_options(),
     ]  # fmt: skip
     headers = ["tl_templates/cuda/nvrtc_std.h", *_HEADERS.findall(source)]  # first of all: what comes before them is read each time
     text = "".join(f"#include <{header}>\n" for header in headers) + source

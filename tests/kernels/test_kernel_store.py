@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -220,15 +221,32 @@ def test_many_are_built_in_processes_of_their_own(tmp_path: Path, monkeypatch: p
 
 
 @needs_compiler
-def test_who_stops_listening_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_stops_listening_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler keeps the headers it has read in files of a gigabyte, and processes are ended by force."""
     monkeypatch.setattr(building, "_WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     started: list[subprocess.Popen[str]] = []
     real = building._Builder._start
     monkeypatch.setattr(building._Builder, "_start", lambda builder: started.append(process := real(builder)) or process)
     building_now = building.build_all([NORM, OTHER, NORM, OTHER, NORM, OTHER], jobs=2)
     next(building_now)
+    (folder,) = tmp_path.iterdir()
+    assert any(folder.rglob("*"))
     building_now.close()  # type: ignore[attr-defined]
     assert started and all(process.returncode is not None for process in started)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+def test_what_the_compiler_keeps_is_gone_with_the_process(tmp_path: Path) -> None:
+    code = """if True:
+        import os
+        from deepinfer.kernels.toolchain.nvrtc import _headers_folder, compile_source
+        compile_source('extern "C" __global__ void f_kernel(float* x) { x[0] = 1; }', "f", "sm_90a")
+        print(os.listdir(_headers_folder()))"""
+    folders = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], env={**environment(), **folders}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() != "[]" and not list(tmp_path.iterdir())
 
 
 def test_a_program_survives_the_way_to_another_process() -> None:
