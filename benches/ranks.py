@@ -1,10 +1,11 @@
 """Several engines against one: tokens per second, and what being in step costs.
 
-    python benches/ranks.py --model MODEL --load-format dummy --ranks 2 [--expert-parallel] [--json]
+    python benches/ranks.py --model MODEL --load-format dummy --ranks 2 [--expert-parallel] [--step-policy mixed decode_first] [--json]
 
 Each line is one run: one engine with a share of the load, or all ranks with the whole of it, with and without overlap; medians over
-``--repeats``. ``against`` is the throughput against so many times that of one engine. The vote's cost is what the host waited for
-rounds, the exchange's (``--expert-parallel``) is timed by itself as well, at the sizes of a decode step: rows there, answers back.
+``--repeats``. ``policy`` is how steps were put together, of ranks by each ``--step-policy``; one engine's are mixed. ``against`` is the
+throughput against so many times that of one engine. The vote's cost, of ranks that step together, is what the host waited for rounds,
+the exchange's (``--expert-parallel``) is timed by itself as well, at the sizes of a decode step: rows there, answers back.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ def main() -> None:
     args = arguments()
     table = []
     for overlap in (True, False):
-        one = measure(args, 1, overlap)
-        many = measure(args, args.ranks, overlap)
-        many["against"] = round(many["tokens_per_second"] / (args.ranks * one["tokens_per_second"]), 3)
-        table += [one, many]
+        one = measure(args, 1, overlap, "mixed")
+        table.append(one)
+        for policy in args.step_policy:
+            many = measure(args, args.ranks, overlap, policy)
+            many["against"] = round(many["tokens_per_second"] / (args.ranks * one["tokens_per_second"]), 3)
+            table.append(many)
     report: dict[str, Any] = {"machine": machine.in_words(device(args), torch.get_num_threads()), "runs": table}
     if args.expert_parallel:
         report["exchange"] = time_exchange(args)
@@ -54,6 +57,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--expert-parallel", action="store_true")
+    policies = ("mixed", "decode_first")
+    parser.add_argument("--step-policy", nargs="+", choices=policies, help="of the ranks, a run each (default: their own)")
     parser.add_argument("--num-prompts", type=int, default=64, help="of one rank")
     parser.add_argument("--num-seqs", type=int, default=32, help="running at once on one rank")
     parser.add_argument("--input-len", type=int, default=128)
@@ -62,19 +67,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096, help="width of the exchange's rows")
     parser.add_argument("--chosen", type=int, default=6, help="experts of a row in the exchange")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.expert_parallel and "mixed" in (args.step_policy or ()):
+        parser.error("ranks with spread experts agree on steps of one kind: leave --step-policy mixed out")
+    args.step_policy = args.step_policy or ["decode_first" if args.expert_parallel else "mixed"]
+    return args
 
 
 def device(args: argparse.Namespace) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
 
 
-def measure(args: argparse.Namespace, ranks: int, overlap: bool) -> dict[str, Any]:
+def measure(args: argparse.Namespace, ranks: int, overlap: bool, policy: str) -> dict[str, Any]:
     """Throughput of ``ranks`` engines with their share of the prompts each, and the counts of all of them."""
     spread = {"data_parallel_size": ranks, "expert_parallel": args.expert_parallel} if ranks > 1 else {}
     settings: dict[str, Any] = {
         "load_format": args.load_format, "device": args.device, "max_num_seqs": args.num_seqs, "quiet": True, "zero_overhead": overlap,
-        "max_model_len": args.input_len + args.output_len, "enable_prefix_caching": False, **spread,
+        "max_model_len": args.input_len + args.output_len, "enable_prefix_caching": False, "step_policy": policy,
+        **spread,
     }  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
     with LLM(args.model, **settings) as llm:
@@ -89,6 +99,7 @@ def measure(args: argparse.Namespace, ranks: int, overlap: bool) -> dict[str, An
     steps = after.totals["steps"] - before.totals["steps"]
     found = {
         "engines": ranks,
+        "policy": policy,
         "overlap": overlap,
         "tokens_per_second": round(len(prompts) * args.output_len / statistics.median(seconds), 1),
         "steps_of_a_rank": steps // ranks // args.repeats,

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ import deepinfer
 import engine_kit
 from deepinfer import LLM, AsyncLLM, SamplingParams
 from deepinfer.engine.config import EngineConfig
+from deepinfer.engine.data_parallel import group_engine
 from deepinfer.engine.data_parallel.balancer import FewestTokens, RankLoad
 from deepinfer.engine.data_parallel.group_engine import GroupEngine, rank_configs
+from deepinfer.engine.step_log import EngineMetrics
 from deepinfer.errors import ConfigError, EngineDeadError, InvalidRequestError
 from deepinfer.models.deepseek_v41.make_checkpoint import make_checkpoint
 from deepinfer.platforms.cuda import CudaPlatform
@@ -33,6 +35,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "num_kv_blocks": 24, "max_num_batched_tokens": 128, "num_threads": 1,
     "quiet": True, "swap_space_gib": 0, "state_snapshot_gib": 0,
 }  # fmt: skip
+DENSE: dict[str, Any] = {**SETTINGS, "block_size": 16, "num_kv_blocks": 100}
 Answer = tuple[list[int], list[dict[int, float]]]
 
 
@@ -86,70 +89,150 @@ def alone() -> Callable[..., list[Answer]]:
     return ask
 
 
+def dummies_and_rounds(metrics: EngineMetrics) -> list[int]:
+    return [metrics.steps["dummy"], metrics.second_rounds, *metrics.votes.values(), *map(int, metrics.group.values())]
+
+
+def check_rounds(ranks: list[EngineMetrics], together: bool) -> None:
+    """The same rounds everywhere, or none."""
+    if not together:
+        assert not any(any(dummies_and_rounds(m)) for m in ranks)
+        return
+    rounds = [{kind: count for kind, count in m.votes.items() if kind != "idle"} for m in ranks]  # they rest by their own clocks
+    assert all(votes == rounds[0] for votes in rounds) and rounds[0]["decode"] > 0 == rounds[0]["error"]
+    assert all(m.steps["mixed"] == 0 for m in ranks)
+
+
+NGRAM = {**DENSE, "speculative": "ngram", "ngram_min": 1}
+
+
 @pytest.mark.parametrize(
-    ("model", "ranks", "settings"),
+    ("model", "ranks", "settings", "policy"),
     [
-        ("v41", 2, {}),
-        ("v41", 4, {}),
-        ("v41", 2, {"zero_overhead": False, "enable_prefix_caching": False, "yoco_prefill_truncation": "compact"}),
-        ("v41", 2, {"speculative": "dspark"}),
-        ("llama", 4, {"block_size": 16, "num_kv_blocks": 100, "speculative": "ngram", "ngram_min": 1}),
+        ("v41", 2, {}, None),
+        ("v41", 4, {}, None),
+        ("v41", 2, {"zero_overhead": False, "enable_prefix_caching": False, "yoco_prefill_truncation": "compact"}, "decode_first"),
+        ("v41", 2, {"speculative": "dspark"}, None),
+        ("llama", 4, NGRAM, None),
+        pytest.param("llama", 4, NGRAM, "decode_first", marks=pytest.mark.nightly),
     ],
-    ids=["2", "4", "serial-compact", "drafts", "dense"],
+    ids=["2", "4", "serial-compact", "drafts", "dense", "dense-voted"],
 )
 def test_several_ranks_give_the_answers_of_one(
-    alone: Callable[..., list[Answer]], request: pytest.FixtureRequest, model: str, ranks: int, settings: dict[str, Any]
+    alone: Callable[..., list[Answer]], request: pytest.FixtureRequest, model: str, ranks: int, settings: dict[str, Any], policy: str | None
 ) -> None:
     path, settings = request.getfixturevalue(model), {**SETTINGS, **settings}
-    with LLM(path, **settings, data_parallel_size=ranks, expert_parallel=model == "v41") as llm:
+    with LLM(path, **settings, data_parallel_size=ranks, expert_parallel=model == "v41", step_policy=policy) as llm:
         assert answers(llm) == alone(path, **settings)
         assert answers(llm) == alone(path, **settings), "behind cached prefixes"
         engine = llm.engine
         assert isinstance(engine, GroupEngine)
         metrics = engine.rank_metrics()
         assert all(m.totals["output_tokens"] > 0 for m in metrics), "every rank had some of them"
-        rounds = [{kind: count for kind, count in m.votes.items() if kind != "idle"} for m in metrics]  # they rest by their own clocks
-        assert all(votes == rounds[0] for votes in rounds) and rounds[0]["decode"] > 0 == rounds[0]["error"]
+        check_rounds(metrics, model == "v41" or policy is not None)
         assert all(load.tokens == load.requests == 0 for load in engine.loads)
         for counts in engine.rank_counts():
             assert not any(c["held"] for c in [*counts["groups"], counts["slots"]])
 
 
-def test_one_long_answer_beside_an_empty_rank(llama: str) -> None:
-    """300 steps in which the other rank has nothing: it makes them all, and gets in the way of nothing that comes later."""
+@pytest.fixture(scope="module", params=[None, "decode_first"], ids=["free", "voted"])
+def dense(request: pytest.FixtureRequest, llama: str) -> Iterator[LLM]:
+    """Two ranks of a model that has nothing to exchange: each by itself, and by votes."""
+    with LLM(llama, **DENSE, data_parallel_size=2, step_policy=request.param) as llm:
+        yield llm
+
+
+def ranks_of(llm: LLM) -> GroupEngine:
+    assert isinstance(llm.engine, GroupEngine)
+    return llm.engine
+
+
+def test_two_dense_ranks_give_the_answers_of_one(dense: LLM, llama: str, alone: Callable[..., list[Answer]]) -> None:
+    assert answers(dense) == alone(llama, **DENSE)
+    check_rounds(ranks_of(dense).rank_metrics(), dense.config.steps_together)
+    assert alone(llama, **DENSE, step_policy="decode_first") == alone(llama, **DENSE), "an engine alone may take turns, too"
+
+
+def test_one_long_answer_beside_an_empty_rank(dense: LLM, llama: str) -> None:
+    """300 steps in which the other rank has nothing: it makes them all or none, and gets in the way of nothing that comes later."""
     long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True, detokenize=False)
     prompt = {"prompt_token_ids": [7, 8, 9]}
-    settings = {**SETTINGS, "block_size": 16, "num_kv_blocks": 100}
-    with LLM(llama, **settings) as llm:
+    with LLM(llama, **DENSE) as llm:
         want = llm.generate(prompt, long, use_tqdm=False)[0].outputs[0].token_ids
-    with LLM(llama, **settings, data_parallel_size=2) as llm:
-        time.sleep(3)  # the ranks have gone to rest by then
-        assert llm.generate(prompt, long, use_tqdm=False)[0].outputs[0].token_ids == want
-        assert isinstance(llm.engine, GroupEngine)
-        busy, empty = sorted(llm.engine.rank_metrics(), key=lambda m: m.totals["output_tokens"], reverse=True)
-        assert busy.totals["output_tokens"] == 300 and empty.totals["output_tokens"] == 0
-        assert empty.steps["dummy"] >= 299 and empty.totals["steps"] == busy.totals["steps"]
-        assert all(c["held"] == c["cached"] == 0 for c in llm.engine.rank_counts()[1]["groups"]), "dummy rows go to the null block"
+    engine = ranks_of(dense)
+    time.sleep(3)  # the ranks have gone to rest by then
+    before, blocks = engine.rank_metrics(), engine.rank_counts()[1]
+    assert dense.generate(prompt, long, use_tqdm=False)[0].outputs[0].token_ids == want
+    after = engine.rank_metrics()
+    output, steps, dummies = (
+        [read(new) - read(old) for old, new in zip(before, after, strict=True)]
+        for read in (lambda m: m.totals["output_tokens"], lambda m: m.totals["steps"], lambda m: m.steps["dummy"])
+    )
+    assert output == [300, 0]
+    if dense.config.steps_together:
+        assert dummies[1] >= 299 and steps[0] == steps[1]
+    else:
+        assert 300 <= steps[0] <= 302 and steps[1] == 0
+    assert engine.rank_counts()[1] == blocks, "dummy rows go to the null block"
 
 
-def test_what_was_aborted_is_gone_from_every_rank(llama: str) -> None:
-    settings = {**SETTINGS, "block_size": 16, "num_kv_blocks": 100}
-    with LLM(llama, **settings, data_parallel_size=2) as llm:
-        engine = llm.engine
-        assert isinstance(engine, GroupEngine)
-        for nth in range(6):
-            llm.add_request({"prompt_token_ids": [nth + 1] * 50}, SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False))
-        assert [load.requests for load in engine.loads] == [3, 3]
-        for _ in range(5):
-            llm.step()
-        for request_id in list(engine._flights):
-            llm.abort(request_id)
-        assert [(load.tokens, load.requests) for load in engine.loads] == [(0, 0), (0, 0)]
-        end = time.monotonic() + 10
-        while any(c["held"] for counts in engine.rank_counts() for c in [*counts["groups"], counts["slots"]]):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        assert llm.logits([1, 2, 3]).shape[0] == 3
+def pause(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T" for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def queue_steps(llm: LLM, nth: slice) -> list[dict[str, int]]:
+    """Steps by kind of each rank for a queue that is there before the first of them."""
+    engine = llm.engine
+    pids = engine.pids if isinstance(engine, GroupEngine) else []
+    read = engine.rank_metrics if isinstance(engine, GroupEngine) else lambda: [llm.metrics()]
+    before = read()
+    pause(pids)
+    random = np.random.RandomState(7)
+    queue = [(random.randint(10, 300, 40).tolist(), 3 + 7 * (i // 2 % 5)) for i in range(32)]  # pairs of one length
+    for ids, tokens in queue[nth]:
+        llm.add_request({"prompt_token_ids": ids}, SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False))
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    while llm.has_unfinished_requests():
+        llm.step()
+    return [
+        {kind: count - old.steps[kind] for kind, count in new.steps.items() if kind != "idle"}
+        for old, new in zip(before, read(), strict=True)
+    ]
+
+
+def test_a_queue_takes_each_rank_the_steps_of_one_engine_with_its_share(dense: LLM, llama: str) -> None:
+    with LLM(llama, **DENSE) as llm:
+        one = [queue_steps(llm, slice(rank, None, 2))[0] for rank in range(2)]
+    many = queue_steps(dense, slice(None))
+    assert all(steps["mixed"] > 0 == steps["dummy"] for steps in one)
+    if not dense.config.steps_together:
+        assert many == one
+    else:  # prompts wait for answers
+        assert all(sum(steps.values()) > 1.2 * sum(alone.values()) for steps, alone in zip(many, one, strict=True)), (many, one)
+    check_rounds(ranks_of(dense).rank_metrics(), dense.config.steps_together)
+
+
+def test_what_was_aborted_is_gone_from_every_rank(dense: LLM) -> None:
+    engine = ranks_of(dense)
+    for nth in range(6):
+        dense.add_request({"prompt_token_ids": [nth + 1] * 50}, SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False))
+    assert [load.requests for load in engine.loads] == [3, 3]
+    for _ in range(5):
+        dense.step()
+    for request_id in list(engine._flights):
+        dense.abort(request_id)
+    assert [(load.tokens, load.requests) for load in engine.loads] == [(0, 0), (0, 0)]
+    end = time.monotonic() + 10
+    while any(c["held"] for counts in engine.rank_counts() for c in [*counts["groups"], counts["slots"]]):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert dense.logits([1, 2, 3]).shape[0] == 3
 
 
 def test_grammars_reach_the_ranks() -> None:
@@ -165,24 +248,37 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_the_end_of_a_rank_is_told_and_leaves_nobody(v41: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("v41", {**SETTINGS, "expert_parallel": True}),
+        ("llama", DENSE),
+        pytest.param("llama", {**DENSE, "step_policy": "decode_first"}, marks=pytest.mark.nightly),
+    ],
+    ids=["experts", "free", "voted"],
+)
+def test_the_end_of_a_rank_is_told_and_leaves_nobody(request: pytest.FixtureRequest, model: str, settings: dict[str, Any]) -> None:
+    path, killed = request.getfixturevalue(model), list[float]()
+
     async def run() -> None:
-        async with AsyncLLM(v41, **SETTINGS, data_parallel_size=2, expert_parallel=True) as llm:
+        async with AsyncLLM(path, **settings, data_parallel_size=2) as llm:
             engine = llm.engine_pid
+            await llm.ready()
             ranks = children(engine)
             assert len(ranks) == 2
-            with pytest.raises(InvalidRequestError, match="experts are spread"):
-                await llm.logits([1, 2, 3])
+            if model == "v41":
+                with pytest.raises(InvalidRequestError, match="experts are spread"):
+                    await llm.logits([1, 2, 3])
 
             async def ask(number: int) -> None:
                 params = SamplingParams(max_tokens=480, ignore_eos=True, detokenize=False)
                 async for output in llm.generate({"prompt_token_ids": [number + 1] * 9}, params):
-                    if number == 0 and len(output.outputs[0].token_ids) == 5:
+                    if number == 0 and len(output.outputs[0].token_ids) >= 5 and not killed:
+                        killed.append(time.monotonic())
                         os.kill(ranks[1], signal.SIGKILL)
 
-            begin = time.monotonic()
             told = await asyncio.gather(*(ask(number) for number in range(3)), return_exceptions=True)
-            assert time.monotonic() - begin < 60
+            assert time.monotonic() - killed[0] < 10
             for error in told:
                 assert isinstance(error, EngineDeadError), told
                 assert "rank 1 of 2 was killed by SIGKILL" in str(error) and "group" in str(error)
@@ -190,6 +286,19 @@ def test_the_end_of_a_rank_is_told_and_leaves_nobody(v41: str) -> None:
             assert all(gone(pid, 10) for pid in (*ranks, engine))
 
     asyncio.run(run())
+
+
+def test_a_free_rank_that_hangs_is_missed(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_engine, "_STEP_TIMEOUT", 3.0)
+    with LLM(llama, **DENSE, data_parallel_size=2) as llm:
+        pids = ranks_of(llm).pids
+        pause(pids[:1])
+        time.sleep(4)  # nobody looks, and nobody has work: that is no silence
+        begin = time.monotonic()
+        with pytest.raises(EngineDeadError, match=r"rank 0 of 2 \(pid \d+\) had work and gave no sign of life for 3") as error:
+            llm.generate([{"prompt_token_ids": [1, 2]}] * 3, SamplingParams(max_tokens=4, detokenize=False), use_tqdm=False)
+        assert 2.9 < time.monotonic() - begin < 20 and "group" in str(error.value)
+        assert all(gone(pid, 10) for pid in pids)
 
 
 def test_ranks_end_with_a_parent_that_was_killed(llama: str, tmp_path: Path) -> None:
@@ -234,12 +343,32 @@ def test_requests_go_where_there_is_room_and_least_to_do() -> None:
         ({"data_parallel_size": 2, "engine_type": "prompt"}, "leave data_parallel_size out"),
         ({"data_parallel_size": 2, "kv_store": "dir:/tmp/x"}, "belongs to one process"),
         ({"data_parallel_size": 2, "device": "cuda:0"}, "use device='cuda'"),
+        ({"step_policy": "prefill_first"}, "step_policy must be one of mixed, decode_first"),
+        ({"step_policy": "decode_first", "engine_type": "completion"}, "leave step_policy out"),
+        ({"data_parallel_size": 2, "expert_parallel": True, "step_policy": "mixed"}, "leave step_policy='mixed' or expert_parallel out"),
     ],
-    ids=range(5),
+    ids=range(8),
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig.from_args("smollm2", **settings)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "policy", "together"),
+    [
+        (1, False, None, False),
+        (1, False, "decode_first", False),
+        (2, False, None, False),
+        (2, False, "mixed", False),
+        (2, False, "decode_first", True),
+        (2, True, None, True),
+        (2, True, "decode_first", True),
+    ],
+)
+def test_who_steps_together(ranks: int, experts: bool, policy: Any, together: bool) -> None:
+    config = EngineConfig(model="m", data_parallel_size=ranks, expert_parallel=experts, step_policy=policy)
+    assert config.steps_together is together
 
 
 def test_what_a_rank_finds_wrong_while_loading_is_told(llama: str) -> None:

@@ -95,6 +95,13 @@ ENGINE_OPTIONS = (
         flags=("--data-parallel", "--data-parallel-size"),
     ),
     Option("expert_parallel", "spread a model's experts over these engines; the answer stays the same", negatable=False),
+    Option(
+        "step_policy",
+        "whether prompts and answers share steps; decode_first: no, and several engines vote on every step, which only --expert-parallel "
+        "needs (default: mixed, with --expert-parallel decode_first)",
+        str,
+        ("mixed", "decode_first"),
+    ),
     Option("seed", "makes sampling repeatable", int),
     Option("speculative", "propose drafts and keep what is right; the answer stays the same", str, ("ngram", "dspark", "off")),
     Option("num_draft_tokens", "most drafts of a sequence and step (default: 4 by prompt lookup, all of the model's stages)", int),

@@ -52,7 +52,7 @@ class Assembly:
         speculative: drafting as it holds for the model, ``None`` = none.
         paged, state: the model's groups.
         plan: KV pools; ``swap``: host memory for preempted sequences; ``snapshots``, ``slices``: for states and slices of them.
-        group: this process's part in a group of ranks; ``None`` without one.
+        group: this process's part in a group of ranks that step together; ``None`` for an engine that steps by itself.
         store, tier: what holds for the KV store, and itself; ``None`` without one.
     """
 
@@ -115,6 +115,7 @@ class Assembly:
             snapshot_slots=self.snapshots.places,
             hit_rule=hit_rule(self.config, self.options, self.state),
             device_ordered=True,
+            step_policy=self.config.step_policy,
             prefix_caching=self.config.enable_prefix_caching,
             engine_type=self.config.engine_type,
             kv_lease_ns=lease_ns,
@@ -264,7 +265,7 @@ def assemble(
     _check_quantization(config.quantization, resolved)
     weights = weight_bytes(resolved, config, run)
     check_weights(run, weights)
-    group = None if config.rank is None else Membership(config.rank, run.device)
+    group = Membership(config.rank, run.device) if config.rank is not None and config.steps_together else None
     smaller = "take a smaller model, dtype='bfloat16', packed weights of an FP8 checkpoint (weights='packed'), or another device"
     with spread_experts(None if group is None else group.experts), memory_for("the weights", run, smaller):
         how = (config.load_format, config.seed, progress, run.batch_invariant, config.weights, config.kv_cache_dtype == "fp8")

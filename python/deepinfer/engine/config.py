@@ -29,6 +29,7 @@ HitPolicy = Literal["exact", "replay"]
 GraphUse = bool | Literal["auto", "on", "off"]
 Prefetch = Literal["best_effort", "wait", "timeout"]
 StoreWrite = Literal["on_finish", "write_through"]
+StepPolicy = Literal["mixed", "decode_first"]
 MOST_RANKS = 1024
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 QUANTIZATIONS = ("fp8", "gguf")
@@ -103,6 +104,10 @@ class EngineConfig:
         kv_prefetch_min_tokens: a store is asked for nothing that saves fewer tokens to compute.
         data_parallel_size: engines of one model that share the requests, a process each and on GPUs a GPU each.
         expert_parallel: spread the experts of the model's layers over these engines, which then step together; results are the same.
+        step_policy: ``mixed`` lets rows of prompts and of answers share a step; ``decode_first`` gives each a step of its own, prompts one
+            after 70 steps of answers where all engines have some and can place them, after 100 where any has, and at once where nobody
+            answers: several engines then agree on every step and make it together. Results are the same. ``None`` = ``mixed``, with
+            ``expert_parallel`` ``decode_first``, which it needs.
         rank: which of them this is; set by what starts them.
         seed: start of the seeds of requests that bring none.
         load_format: ``auto``, ``safetensors``, ``gguf``, or ``dummy`` (random weights from a configuration alone).
@@ -189,6 +194,7 @@ class EngineConfig:
     kv_prefetch_min_tokens: int = 128
     data_parallel_size: int = 1
     expert_parallel: bool = False
+    step_policy: StepPolicy | None = None
     rank: RankPlace | None = None
     seed: int = 0
     load_format: LoadFormat = "auto"
@@ -352,6 +358,12 @@ class EngineConfig:
         _positive("data_parallel_size", size, most=MOST_RANKS)
         if not isinstance(self.expert_parallel, bool):
             raise ConfigError(f"expert_parallel must be True or False, got {self.expert_parallel!r}")
+        if self.step_policy is not None and self.step_policy not in get_args(StepPolicy):
+            raise ConfigError(f"step_policy must be one of {', '.join(get_args(StepPolicy))}, or left out, got {self.step_policy!r}")
+        if self.step_policy == "decode_first" and self.engine_type != "normal":
+            raise ConfigError(f"the steps of an engine of type {self.engine_type!r} are of one kind anyway; leave step_policy out")
+        if self.step_policy == "mixed" and self.expert_parallel:
+            raise ConfigError("ranks whose experts are spread agree on steps of one kind; leave step_policy='mixed' or expert_parallel out")
         if size == 1:
             if self.expert_parallel:
                 raise ConfigError("expert_parallel spreads experts over several engines; give data_parallel_size of at least 2")
@@ -383,6 +395,12 @@ class EngineConfig:
                 raise ConfigError("num_kv_blocks and kv_memory_fraction both size the KV pool; give one of them")
         object.__setattr__(self, "kv_memory_fraction", fraction)
         object.__setattr__(self, "gpu_memory_utilization", fraction)
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether several ranks agree on every step and all make it: where their layers exchange rows, and where it was asked for. Ranks
+        that have nothing for each other step by themselves."""
+        return self.data_parallel_size > 1 and (self.expert_parallel or self.step_policy == "decode_first")
 
     @property
     def speculative_settings(self) -> SpeculativeSettings | None:

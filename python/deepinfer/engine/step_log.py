@@ -53,7 +53,7 @@ class EngineMetrics:
         rerun_tokens: of these models, tokens found in the index and computed again.
         blocks, slots: pages of each paged group, and state slots, by state, now. ``host_blocks``, ``host_slots``: those in host memory;
             ``snapshots``: of states, ``cached`` ones are ready and ``held`` ones in use.
-        votes: rounds of the rank group by outcome; ``second_rounds`` is how many of them took two.
+        votes: rounds of the rank group by outcome, none where ranks step by themselves; ``second_rounds`` is how many of them took two.
         drafts_asked, drafts_taken: how often a draft stood at each position, and was accepted there.
         device_time, host_time: of completed steps.
         idle_ns: time in which the device stood still although there was work; ``bubble``: its part of the device's time.
@@ -68,7 +68,8 @@ class EngineMetrics:
         moe: of models with mixtures of experts, what `deepinfer.worker.expert_loads.ExpertLoads.counts` says; empty for others.
         graphs: of engines whose decode steps are recorded, the ``buckets`` of rows they are recorded for and ``replays``, steps that were
             one of them; empty for others. ``prompt_graphs``: the same of steps with prompts.
-        group: of a rank of a group, see `deepinfer.engine.data_parallel.membership.Membership.counters`; empty for others.
+        group: of a rank that steps together with others, what `deepinfer.engine.data_parallel.membership.Membership.counters` says; empty
+            for others.
     """
 
     totals: dict[str, int]

@@ -145,7 +145,7 @@ class Measure:
 
 @dataclass(slots=True)
 class Wake:
-    """To a rank of a group: another one has got work, do not rest."""
+    """To a rank that steps together with others: one of them has got work, do not rest."""
 
 
 @dataclass(slots=True)

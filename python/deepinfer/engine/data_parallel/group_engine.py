@@ -2,7 +2,8 @@
 
 Owns: the ranks' processes, which of them has which request, and what the end of one of them means. Never touches: text, tensors.
 
-The ranks act as one, so the end of one is the end of the group: the others are ended, and every request is told which it was and how.
+To who drives it the group is one, so the end of one rank is the end of all: the others are ended, and every request is told which it was
+and how. Whether ranks step together, or each by itself like an engine alone, is `EngineConfig.steps_together`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
     from deepinfer.structured.vocabulary import Vocabulary
 
 _STEP_TIMEOUT = 300.0
-"""Longest wait of a rank for another within a step, seconds; the end of its process is noticed at once."""
+"""Longest wait for a rank that has work, by the others within a step or by who reads what it says, seconds; the end of its process is
+noticed at once."""
+_MOST_PASSED = 2.0
+"""Most seconds between two looks at the ranks that count as their silence: who did not look may have been stopped with them."""
 _FELLOWS = 0.2
 """Time that each rank is given to be seen to have ended, once one has told of an error."""
 _CALL_TIMEOUT = 60.0
@@ -79,6 +83,7 @@ class GroupEngine:
         self._news: list[SequenceDelta] = []
         self._answers: dict[int, Any] = {}
         self._calls = 0
+        self._looked = time.monotonic()
         self._told: set[str] = set()
         self._folder = tempfile.mkdtemp(prefix="deepinfer-ranks-")
         self._ranks: list[RankLine] = []
@@ -136,10 +141,12 @@ class GroupEngine:
         tokens, answers = len(request.prompt_ids), len(request.seeds)
         message = wire.Add.of(request)
         rank = self._balancer.choose(self.loads, tokens, answers)
-        if not self._flights:  # the ranks may rest, and whoever has work waits for all
-            for number, line in enumerate(self._ranks):
-                if number != rank:
-                    line.send(wire.Wake())
+        if not self._flights:
+            self._looked = time.monotonic()  # nobody had work until now
+            if self.config.steps_together:  # the ranks may rest, and whoever has work waits for all
+                for number, line in enumerate(self._ranks):
+                    if number != rank:
+                        line.send(wire.Wake())
         self._flights[request.request_id] = _Flight(rank, set(range(answers)), tokens)
         self.loads[rank].tokens += tokens
         self.loads[rank].requests += answers
@@ -208,13 +215,24 @@ class GroupEngine:
         return self.rest()
 
     def _read(self) -> None:
-        for number, line in enumerate(self._ranks):
-            try:
-                for message in line.receive():
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _MOST_PASSED), now
+        try:
+            for number, line in enumerate(self._ranks):
+                messages = line.receive()
+                for message in messages:
                     self._hear(number, message)
-            except DeepInferError as e:
-                self._die(e)
-                raise EngineDeadError(str(self.fault)) from e
+                self._check_silence(line, 0.0 if messages or not self.loads[number].requests else passed)
+        except DeepInferError as e:
+            self._die(e)
+            raise EngineDeadError(str(self.fault)) from e
+
+    def _check_silence(self, line: RankLine, passed: float) -> None:
+        """A rank that hangs is missed here, unless others step with it and miss it. ``passed``: seconds of silence since the last look, 0
+        for a rank that has said something or has no work."""
+        line.silent = line.silent + passed if passed else 0.0
+        if line.silent > _STEP_TIMEOUT and not self.config.steps_together:
+            raise EngineDeadError(f"{line.name} (pid {line.child.pid}) had work and gave no sign of life for {line.silent:.3g} s")
 
     def _hear(self, rank: int, message: Any) -> None:
         match message:
@@ -308,10 +326,10 @@ class GroupEngine:
 
     def _die(self, error: DeepInferError) -> None:
         """The end of one rank is the end of all. Ranks that stepped with it fail, too, and may be heard first."""
-        killed = next((line for line in self._ranks if line.was_killed(_FELLOWS)), None)
+        killed = next((line for line in self._ranks if line.was_killed(_FELLOWS)), None) if self.config.steps_together else None
         if killed is not None:
             error = EngineDeadError(f"the process of {killed.name} {killed.child.how_it_ended()}")
-        said = f"{error}; the ranks of a group step together, so it has ended with {len(self._flights)} unfinished requests"
+        said = f"{error}; the ranks of a group end together, and this one had {len(self._flights)} unfinished requests"
         self.fault = EngineDeadError(said)
         self.fault.__cause__ = error
         for line in self._ranks:

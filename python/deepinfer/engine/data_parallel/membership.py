@@ -1,4 +1,4 @@
-"""How a process becomes one of several ranks, and stops being one.
+"""How a process becomes one of several ranks that step together, and stops being one.
 
 Owns: the process groups of this process and what it needs of the environment. Never touches: requests, steps.
 """

@@ -21,10 +21,14 @@ class RankLine(Connection):
     Args:
         name: what messages call it.
         start: what it is to build.
+
+    Attributes:
+        silent: seconds that it has had work and said nothing, as who reads counts them.
     """
 
     def __init__(self, name: str, start: wire.Start) -> None:
         self.name = name
+        self.silent = 0.0
         self.child = EngineChild()
         super().__init__(self.child.socket)
         self.send(start)

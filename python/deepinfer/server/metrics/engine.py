@@ -156,9 +156,9 @@ def _steps(at: At) -> Iterator[Metric]:
     yield _counter("prefill_chunk_budget_rows", said, ((*labels, m.chunk_budget) for labels, m in at))
     rows = ((*labels, f"{tenth / 10:.1f}", count) for labels, m in at for tenth, count in enumerate(m.chunk_fill))
     yield _counter("prefill_chunk_steps", "steps with chunks, by the part of their rows for prefill that was used, from", rows, "fill")
-    yield _counter("vote_rounds", "rounds of the rank group, by outcome", _labelled(at, "votes"), "outcome")
+    yield _counter("vote_rounds", "rounds of ranks that step together, by outcome", _labelled(at, "votes"), "outcome")
     yield _counter(
-        "vote_second_rounds", "rounds of the rank group that took a second one", ((*labels, m.second_rounds) for labels, m in at)
+        "vote_second_rounds", "rounds of ranks that step together that took a second one", ((*labels, m.second_rounds) for labels, m in at)
     )
     yield _times("step_device_seconds", "time the device worked on a step", ((labels, m.device_time) for labels, m in at))
     yield _times("step_host_seconds", "time the host worked on a step", ((labels, m.host_time) for labels, m in at))
