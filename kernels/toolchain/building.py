@@ -9,7 +9,6 @@ import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from deepinfer.errors import KernelBuildError
 
 from .build_process import packed
 from .program import SM90A, Program
+from .scratch import ScratchFolder
 from .store import StoredKernel, compile_program
 
 _WORTH_A_PROCESS = 6
@@ -54,8 +54,8 @@ def build_all(programs: Sequence[Program], arch: str = SM90A, jobs: int | None =
     for program in programs:
         waiting.put(program)
     done: queue.SimpleQueue[Built] = queue.SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="deepinfer-build-", ignore_cleanup_errors=True) as folder:
-        builders = [_Builder(waiting, done, arch, folder) for _ in range(workers)]
+    with ScratchFolder() as folder:
+        builders = [_Builder(waiting, done, arch, folder.path) for _ in range(workers)]
         try:
             for _ in programs:
                 yield done.get()
@@ -77,7 +77,7 @@ class _Builder:
     """Takes programs until there are none, and has a process build them; another one if that dies. Files of the processes, which are
     ended by force, lie in ``folder``."""
 
-    def __init__(self, waiting: queue.SimpleQueue[Program], done: queue.SimpleQueue[Built], arch: str, folder: str) -> None:
+    def __init__(self, waiting: queue.SimpleQueue[Program], done: queue.SimpleQueue[Built], arch: str, folder: str | None) -> None:
         self._waiting, self._done, self._arch, self._folder = waiting, done, arch, folder
         self._process: subprocess.Popen[str] | None = None
         self._open = True
@@ -123,7 +123,8 @@ class _Builder:
         command = [sys.executable, "-P", "-m", "deepinfer.kernels.toolchain.build_process", self._arch]
         # PYTHONPATH: what this process imports from, which may be more than a fresh one would.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-        environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), self._folder)
+        if self._folder is not None:
+            environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), self._folder)
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, text=True)
 

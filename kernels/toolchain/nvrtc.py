@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import re
-import shutil
-import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,8 +14,13 @@ from typing import Any
 
 from deepinfer.errors import KernelBuildError
 
+from .scratch import ScratchFolder
+
 _HEADERS = re.compile(r"^#include <(tl_templates/[\w/.]+)>$", re.MULTILINE)
 _HEADERS_HEAP = 512 << 20  # bytes of address space for the headers that NVRTC keeps: its own 256 MB are too few for warpgroup products
+_HEADERS_ROOM = 2 << 30
+"""Free bytes of a disk below which no headers are kept: NVRTC maps their files, and a full disk would end the process. Others may keep
+theirs at the same time, some 200 MB for a set of headers."""
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _STATIC = re.compile(r"(\d+) bytes smem")
@@ -65,12 +70,19 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-@cache
-def _headers_folder() -> str:
-    """Where NVRTC keeps the headers it has read, about a gigabyte, until this process ends: left to itself it leaves them there."""
-    folder = tempfile.mkdtemp(prefix="deepinfer-headers-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+_headers: ScratchFolder | None = None
+
+
+def _headers_options() -> list[str]:
+    """Has NVRTC keep the headers it has read, about a gigabyte, until this process ends: left to itself it leaves them there. Empty
+    where there is no place or room for them: then they are read each time."""
+    global _headers
+    if _headers is None or not _headers.is_there:  # NVRTC refuses a folder that has gone
+        if _headers is not None:
+            _headers.remove()
+        _headers = ScratchFolder()
+        atexit.register(_headers.remove)
+    return ["-pch", f"--pch-dir={_headers.path}"] if _headers.room() >= _HEADERS_ROOM else []
 
 
 @cache
@@ -86,15 +98,21 @@ def compile_source(source: str, name: str, arch: str) -> tuple[bytes, Resources]
     kernel. Raises ``KernelBuildError`` with the first line of the compiler's complaint.
 
     Most of the code's bytes are names of constants in the headers, which the compiler keeps although nothing uses them; they compress
-    well. The headers are read once a process (``-pch``), which changes no bit of the code.
+    well. The headers are read once a process (``-pch``) if the folder for temporary files has room, which changes no bit of the code.
     """
     nvrtc = _nvrtc()
     options = [
-        f"--gpu-architecture={arch}", "-default-device", "--fmad=false", "--std=c++17", "--ptxas-options=-v", "-pch",
-        f"--pch-dir={_headers_folder()}", *_include_options(),
+        f"--gpu-architecture={arch}", "-default-device", "--fmad=false", "--std=c++17", "--ptxas-options=-v", *_include_options(),
     ]  # fmt: skip
     headers = ["tl_templates/cuda/nvrtc_std.h", *_HEADERS.findall(source)]  # first of all: what comes before them is read each time
     text = "".join(f"#include <{header}>\n" for header in headers) + source
+    if keeping := _headers_options():
+        with contextlib.suppress(KernelBuildError):  # a limit or a quota may leave them less room than the disk has
+            return _compiled(nvrtc, text, [*options, *keeping], name, arch)
+    return _compiled(nvrtc, text, options, name, arch)
+
+
+def _compiled(nvrtc: Any, text: str, options: Sequence[str], name: str, arch: str) -> tuple[bytes, Resources]:
     program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text.encode(), b"kernel", 0, [], []))
     try:
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])

@@ -237,18 +237,6 @@ def test_who_stops_listening_leaves_no_process_and_no_file(tmp_path: Path, monke
     assert not list(tmp_path.iterdir())
 
 
-@needs_compiler
-def test_what_the_compiler_keeps_is_gone_with_the_process(tmp_path: Path) -> None:
-    code = """if True:
-        import os
-        from deepinfer.kernels.toolchain.nvrtc import _headers_folder, compile_source
-        compile_source('extern "C" __global__ void f_kernel(float* x) { x[0] = 1; }', "f", "sm_90a")
-        print(os.listdir(_headers_folder()))"""
-    folders = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], env={**environment(), **folders}, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() != "[]" and not list(tmp_path.iterdir())
-
-
 def test_a_program_survives_the_way_to_another_process() -> None:
     program = Program("op", "f", shape_config(n=1, x=0.5, fast=True, dtype="bfloat16"), ("op/part.py",), (("tl.a", 1),))
     assert build_process.unpacked(build_process.packed(program)) == program

@@ -1,0 +1,107 @@
+"""What the compiler writes on its way, about a gigabyte a process: gone with the process, or with the next; and no need for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from cli.running import environment
+from deepinfer.errors import KernelBuildError
+from deepinfer.kernels.toolchain import nvrtc
+from deepinfer.kernels.toolchain.scratch import ScratchFolder
+from kernel_kit import needs_compiler
+
+SOURCE = 'extern "C" __global__ void f_kernel(float* x) { x[0] = 1; }'
+COMPILE = f"""
+import os
+from deepinfer.kernels.toolchain import nvrtc
+def build():
+    return nvrtc.compile_source({SOURCE!r}, "f", "sm_90a")[0]
+first = build()
+print(len(os.listdir(nvrtc._headers.path)), flush=True)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for temporary files, also of processes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, str(tmp_path))
+    return tmp_path
+
+
+def beside(code: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, env=environment(), text=True)
+
+
+@needs_compiler
+def test_what_the_compiler_keeps_is_gone_with_the_process(place: Path) -> None:
+    with beside(COMPILE) as process:
+        assert process.communicate(timeout=60)[0].strip() != "0"
+    assert process.returncode == 0 and not list(place.iterdir())
+
+
+@needs_compiler
+def test_what_a_killed_process_leaves_goes_with_the_next(place: Path) -> None:
+    with beside(f"{COMPILE}input()") as process:
+        assert process.stdout is not None and process.stdout.readline().strip() != "0"
+        (left,) = place.iterdir()
+        with ScratchFolder() as own:
+            assert left.is_dir() and own.path is not None, "in use"
+        assert list(place.iterdir()) == [left]
+        process.kill()
+    assert any(left.iterdir())
+    (foreign := place / "of somebody else").mkdir()
+    with ScratchFolder():
+        assert not left.exists()
+    assert list(place.iterdir()) == [foreign]
+
+
+@needs_compiler
+def test_kernels_are_built_after_the_folder_was_cleaned_up(place: Path) -> None:
+    clean_up = "import shutil; shutil.rmtree(nvrtc._headers.path)\n"
+    with beside(f"{COMPILE}{clean_up}assert build() == first and nvrtc._headers.is_there") as process:
+        process.communicate(timeout=60)
+    assert process.returncode == 0 and not list(place.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("room", ["no place", "a full disk", "a quota"])
+def test_kernels_are_built_where_there_is_no_room(room: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits; and what is wrong with a source is still said."""
+    want = nvrtc.compile_source(SOURCE, "f", "sm_90a")
+    if room == "no place":
+
+        def no_place(**_: str) -> str:
+            raise FileNotFoundError("no usable temporary folder")
+
+        monkeypatch.setattr(tempfile, "mkdtemp", no_place)
+        monkeypatch.setattr(nvrtc, "_headers", None)
+        assert not nvrtc._headers_options()
+    elif room == "a full disk":  # on which a file that is mapped would end the process by SIGBUS
+        monkeypatch.setattr(nvrtc, "_HEADERS_ROOM", 1 << 60)
+        monkeypatch.setattr(nvrtc, "_headers", None)
+        assert not nvrtc._headers_options()
+    else:
+        monkeypatch.setattr(nvrtc, "_headers_options", lambda: ["-pch", f"--pch-dir={place / 'gone'}"])
+    assert nvrtc.compile_source(SOURCE, "f", "sm_90a") == want
+    with pytest.raises(KernelBuildError, match=r"f does not compile for sm_90a: .*identifier \"y\" is undefined"):
+        nvrtc.compile_source(SOURCE.replace("x[0]", "y[0]"), "f", "sm_90a")
+
+
+def test_a_fork_removes_nothing(place: Path) -> None:
+    with ScratchFolder() as folder:
+        child = os.fork()
+        if not child:
+            folder.remove()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert folder.is_there
+    assert not folder.is_there and not list(place.iterdir())
