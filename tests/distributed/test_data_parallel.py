@@ -20,6 +20,7 @@ import pytest
 import deepinfer
 import engine_kit
 from deepinfer import LLM, AsyncLLM, SamplingParams
+from deepinfer.engine.async_engine import wire
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.data_parallel import group_engine
 from deepinfer.engine.data_parallel.balancer import FewestTokens, RankLoad
@@ -233,6 +234,20 @@ def test_what_was_aborted_is_gone_from_every_rank(dense: LLM) -> None:
         assert time.monotonic() < end
         time.sleep(0.05)
     assert dense.logits([1, 2, 3]).shape[0] == 3
+
+
+def test_metrics_that_a_rank_cannot_give_are_an_error_of_the_question(dense: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ranks_of(dense)
+    ask = group._ask
+
+    def broken(question: Any, ranks: Any) -> list[Any]:
+        return [*ask(question, ranks)[:-1], wire.Measured(0, None, wire.ErrorData.of(ConfigError("a counter is broken")))]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "_ask", broken)
+        with pytest.raises(ConfigError, match=r"^rank 1 of 2: a counter is broken$"):
+            dense.metrics()
+    assert len(group.rank_metrics()) == 2 and group.fault is None
 
 
 def test_grammars_reach_the_ranks() -> None:

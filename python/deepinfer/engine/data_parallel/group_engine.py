@@ -319,8 +319,13 @@ class GroupEngine:
         raise ConfigError("a trace shows the steps of one engine, and there are several; leave data_parallel_size out for one")
 
     def rank_metrics(self) -> list[EngineMetrics]:
-        """Everything that each rank counts."""
-        return [done.metrics for done in self._ask(wire.Measure, range(len(self._ranks)))]
+        """Everything that each rank counts. Raises what a rank's counters raise, the rank named."""
+        found = []
+        for line, done in zip(self._ranks, self._ask(wire.Measure, range(len(self._ranks))), strict=True):
+            if done.error is not None:
+                raise type(done.error.exception())(f"{line.name}: {done.error.message}")
+            found.append(done.metrics)
+        return found
 
     # Faults and the end
 
