@@ -1,4 +1,5 @@
-"""8-bit floats in TileLang: on a GPU the type and the hardware's conversions, on the CPU target bytes and functions in C."""
+"""8-bit floats (e4m3) in TileLang, of caches and of weights: on a GPU the type and the hardware's conversions, on the CPU target bytes
+and functions in C."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from ..toolchain.dialect import Dialect
 FILE = "fp8_cache/device.py"
 """For ``Program.uses`` of every kernel that takes something from here."""
 
-# To nearest, ties to even, what is too large the largest; numbers below 2^-6 in steps of 2^-9.
+# Encoded to nearest, ties to even, what is too large as the largest; numbers below 2^-6 in steps of 2^-9.
 _ON_CPU = """
 #include <stdint.h>
 #include <math.h>
@@ -23,6 +24,10 @@ extern "C" unsigned char fp8_encoded(float x) {
   int exponent;
   frexpf(size, &exponent);
   return sign | (unsigned char)((int)rintf(ldexpf(size, 4 - exponent)) + 8 * (exponent + 5));
+}
+extern "C" float fp8_decoded(unsigned char b) {
+  float size = (b & 0x78) ? ldexpf(8 + (b & 7), ((b >> 3) & 15) - 10) : ldexpf(b & 7, -9);
+  return b & 0x80 ? -size : size;
 }
 """
 
@@ -40,3 +45,8 @@ def prelude(d: Dialect) -> str | None:
 def encoded(d: Dialect, x: Any) -> Any:
     """A float32 number as it is stored, see ``reference.encode``: the hardware's conversion clamps."""
     return d.T.call_extern("uint8", "fp8_encoded", x) if d.cpu else d.T.cast(x, "float8_e4m3fn")
+
+
+def decoded(d: Dialect, stored: Any) -> Any:
+    """What a stored number other than NaN is, float32 without a scale."""
+    return d.T.call_extern("float32", "fp8_decoded", stored) if d.cpu else d.T.cast(stored, "float32")

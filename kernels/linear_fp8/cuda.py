@@ -17,11 +17,13 @@ import torch.nn.functional as F
 
 from deepinfer.errors import KernelBuildError
 
+from ..fp8_cache.device import FILE as FP8_FILE
+from ..fp8_cache.device import byte_type, decoded
+from ..fp8_cache.device import prelude as fp8_prelude
 from ..linear.cuda import linears_of
 from ..linear.library import library
 from ..toolchain import Dialect, ModelShape, Program, shape_config
 from ..toolchain.device_code import FILE, let_next_start, wait_for_previous
-from ..toolchain.device_code import prelude as device_prelude
 from ..toolchain.driver import Launchable
 from ..toolchain.loading import require
 from ..toolchain.shapes import even_blocks, run_dtype
@@ -31,15 +33,10 @@ _KB = 1024
 _WIDE = 8  # numbers that a thread expands at a time: 8 bytes in, 16 out
 _PAD = 16  # bytes behind a row in shared memory, without which 8 rows would be read through the same banks
 
-# Of the CPU target, which has neither type: what a byte stands for, and rounding to bfloat16.
+# Rounding to bfloat16 on the CPU target, which has no such type.
 _ON_CPU = """
 #include <stdint.h>
 #include <string.h>
-#include <math.h>
-extern "C" float fp8_value(unsigned char b) {
-  float size = (b & 0x78) ? ldexpf(8 + (b & 7), ((b >> 3) & 15) - 10) : ldexpf(b & 7, -9);
-  return b & 0x80 ? -size : size;
-}
 extern "C" float as_bfloat16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -51,21 +48,14 @@ extern "C" float as_bfloat16(float x) {
 
 
 def _prelude(d: Dialect) -> str | None:
-    return _ON_CPU if d.cpu else device_prelude(d)
-
-
-def _kind(d: Dialect) -> str:
-    """The type of stored values."""
-    return "uint8" if d.cpu else "float8_e4m3fn"
+    return f"{fp8_prelude(d)}{_ON_CPU}" if d.cpu else fp8_prelude(d)
 
 
 def _number(d: Dialect, value: Any, scale: Any, dtype: str) -> Any:
     """What ``value`` stands for, in ``dtype``."""
-    T = d.T
-    if not d.cpu:
-        return T.cast(T.cast(value, "float32") * scale, dtype)
-    product = T.call_extern("float32", "fp8_value", value) * scale
-    return T.call_extern("float32", "as_bfloat16", product) if dtype == "bfloat16" else T.cast(product, dtype)
+    product = decoded(d, value) * scale
+    rounded_in_c = d.cpu and dtype == "bfloat16"
+    return d.T.call_extern("float32", "as_bfloat16", product) if rounded_in_c else d.T.cast(product, dtype)
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,7 @@ def few_rows_fp8(d: Dialect, in_features: int, tokens: int, tile: int, chunk: in
     rows, out_features, strips = T.dynamic("rows"), T.dynamic("out_features"), T.dynamic("strips")
     chunks, spans = in_features // chunk, -(-in_features // SCALE_COLUMNS)
     early = stages - 1  # chunks fetched before the first is used; at most all
-    stored, kind = d.stored(dtype), _kind(d)
+    stored, kind = d.stored(dtype), byte_type(d)
     strip, threads = tile // SCALE_ROWS, (4 if turned else 2) * tile
 
     @T.macro
@@ -215,7 +205,7 @@ def expand_fp8(d: Dialect, in_features: int, blocks: int, threads: int, rows: in
     """
     T = d.T
     out_features, strips, spans = T.dynamic("out_features"), T.dynamic("strips"), -(-in_features // SCALE_COLUMNS)
-    stored, kind = d.stored(dtype), _kind(d)
+    stored, kind = d.stored(dtype), byte_type(d)
     width = in_features // blocks
     shape = (rows, threads, _WIDE)
 
@@ -246,7 +236,7 @@ def expand_fp8(d: Dialect, in_features: int, blocks: int, threads: int, rows: in
 _LIMITS = (8, 16, 32, 64, 128, 256)
 """Rows between which the choice may change."""
 
-_FILES = (FILE, "linear_fp8/reference.py")
+_FILES = (FILE, FP8_FILE, "linear_fp8/reference.py")
 _ROWS = 4  # of a block that expands
 
 
