@@ -182,8 +182,8 @@ def agreeing_rows(projections: Sequence[Product], candidates: Sequence[int]) -> 
 def _agreeing(projection: Product, candidates: list[int]) -> tuple[list[int], int]:
     """Agreeing candidates, and up to how many rows the kernels agree."""
     weight, kernels = projection.weight, projection.few
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(candidates[-1], weight.shape[1], generator=generator).to(device=weight.device, dtype=weight.dtype)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    probe = torch.randn(candidates[-1], weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
     whole = projection.by_library(probe)
     own: list[int] = []
     up_to = 0
