@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from deepinfer.kernels.fp8_cache import FP8, CacheScales, decode, encode
 from deepinfer.kernels.paged_attention import cuda as op
 from deepinfer.kernels.paged_attention.cuda import SEGMENT, PagedAttention, Scratch, attention_programs, cache_factors
 from deepinfer.kernels.paged_attention.units import Units, one_row_units, step_units
-from deepinfer.kernels.toolchain import Program
+from deepinfer.kernels.toolchain import Program, default_store
 from deepinfer.kernels.toolchain.shapes import run_dtype
 from kernel_kit import device_of, kept_as
 
@@ -181,6 +182,50 @@ def make_case(
     attention = PagedAttention(*sizes, dtype, device, scratch, scales is not None)
     starts = tuple(sum(lengths[:i]) for i in range(len(lengths)))
     return Case(kind, attention, scratch, tuple(lengths), starts, q, k, v, _cut(table.to(device)), scales)
+
+
+def wrong(case: Case, sequence: int, first: int, got: torch.Tensor) -> str:
+    """What is wrong with the answers of a sequence's rows from ``first`` on; empty = nothing."""
+    want, tolerance = case.exact(sequence, first)
+    off = (got.double() - want).abs() - tolerance
+    if not bool((off > 0).any()) and bool(got.isfinite().all()):
+        return ""
+    row = int((off.nan_to_num(torch.inf).amax((1, 2))).argmax())
+    return f"{case.lengths[sequence]} tokens, position {first + row}: {int((off > 0).sum())} numbers beyond rounding"
+
+
+# Cases of a file of tests
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The kinds of layers of a file: ``few`` on stand-ins, which are slow, ``kinds`` on a GPU."""
+
+    few: tuple[Kind, ...]
+    kinds: tuple[Kind, ...]
+    scales: CacheScales | None = None
+    """Of caches in 8 bits."""
+
+    def places(self) -> list[Any]:
+        """Parameters ``place, kind`` of tests."""
+        return [
+            *[pytest.param("stand-in", kind, id=f"stand-in-{kind}") for kind in self.few],
+            *[pytest.param("cuda", kind, id=f"cuda-{kind}", marks=pytest.mark.gpu) for kind in self.kinds],
+        ]
+
+    def make(self, place: str, kind: Kind, lengths: Sequence[int], patch: pytest.MonkeyPatch) -> Case:
+        """One of them, on stand-ins or on kernels, all of which are built side by side when the first is wanted."""
+        if place == "stand-in":
+            stand_in(patch)
+        else:
+            _build(self.kinds, (False,) if self.scales is None else (False, True))
+        return make_case(place, kind, lengths, scales=self.scales)
+
+
+@cache
+def _build(kinds: tuple[Kind, ...], forms: tuple[bool, ...]) -> None:
+    """``forms``: of caches in 8 bits or not."""
+    default_store().get_all([p for kind in kinds for fp8 in forms for p in programs_of(kind, fp8=fp8)])
 
 
 def programs_of(kind: Kind, dtype: torch.dtype = torch.bfloat16, fp8: bool = False) -> list[Program]:

@@ -8,42 +8,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kit import Case, Kind, differing_ways, make_case, programs_of, shared_out_up_to, stand_in
+from attention_kit import Case, Cases, Kind, differing_ways, make_case, programs_of, shared_out_up_to, wrong
 from deepinfer.errors import KernelBuildError
 from deepinfer.kernels.fp8_cache import FP8, CacheScales, decode
 from deepinfer.kernels.paged_attention.cuda import PagedAttention, attention_programs, cache_factors
 from deepinfer.kernels.paged_attention.units import Units, one_row_units
-from deepinfer.kernels.toolchain import default_store
 from kernel_kit import check_machine_code, read_before_waiting, replayed
 
 # Groups of 1, 3, 4, 8 and 5 heads; pages of 16 … 128 tokens; heads of 64, 128 and, by units alone, 96; windows.
-KINDS = [
+KINDS = (
     Kind(2, 2, 64, 16, 0), Kind(9, 3, 64, 64, 0), Kind(9, 3, 64, 32, 100), Kind(8, 2, 128, 64, 0), Kind(8, 2, 128, 16, 100),
     Kind(32, 8, 128, 128, 0), Kind(8, 1, 128, 64, 100), Kind(5, 1, 64, 64, 0), Kind(4, 2, 96, 16, 0),
-]  # fmt: skip
-FEW_KINDS = [Kind(9, 3, 64, 64, 0), Kind(4, 1, 64, 16, 100), Kind(4, 2, 48, 16, 0)]  # stand-ins are slow
-PLACES = [
-    *[pytest.param("stand-in", kind, id=f"stand-in-{kind}") for kind in FEW_KINDS],
-    *[pytest.param("cuda", kind, id=f"cuda-{kind}", marks=pytest.mark.gpu) for kind in KINDS],
-]
+)  # fmt: skip
 LENGTHS = {"stand-in": (1, 64, 129, 257), "cuda": (1, 63, 64, 65, 128, 129, 257, 1000, 1537)}
 SCALES = CacheScales(0.037, 0.25)
 """A scale of values by which nothing is rounded, so that answers may be compared to the bit."""
 
-
-@pytest.fixture(scope="module")
-def built() -> None:
-    """All kernels of this file, built side by side before the first test that wants one."""
-    default_store().get_all([p for kind in KINDS for fp8 in (False, True) for p in programs_of(kind, fp8=fp8)])
+CASES = Cases((Kind(9, 3, 64, 64, 0), Kind(4, 1, 64, 16, 100), Kind(4, 2, 48, 16, 0)), KINDS, SCALES)
+PLACES = CASES.places()
 
 
 @pytest.fixture
-def case(place: str, kind: Kind, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
-    if place == "stand-in":
-        stand_in(monkeypatch)
-    else:
-        request.getfixturevalue("built")
-    return make_case(place, kind, LENGTHS[place], scales=SCALES)
+def case(place: str, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Case:
+    return CASES.make(place, kind, LENGTHS[place], monkeypatch)
 
 
 def widened(case: Case, dtype: torch.dtype) -> Case:
@@ -117,11 +104,11 @@ def test_values(case: Case) -> None:
     for sequence, length in enumerate(case.lengths):
         first = max(0, length - 30)
         rows = [(sequence, p) for p in range(first, length)]
-        want, tolerance = case.exact(sequence, first)
         with shared_out_up_to(case, 0):
             alone = case.singles(rows)
         for got in (case.whole(sequence, first), alone, torch.cat([case.singles(rows[i : i + 16]) for i in range(0, len(rows), 16)])):
-            assert ((got.double() - want).abs() <= tolerance).all() and torch.equal(got, alone)
+            assert not wrong(case, sequence, first, got)
+            assert torch.equal(got, alone)
 
 
 @pytest.mark.parametrize(("place", "kind"), PLACES)

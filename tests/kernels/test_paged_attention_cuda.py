@@ -9,65 +9,43 @@ import pytest
 import torch
 
 import attention_kit
-from attention_kit import Case, Kind, differing_ways, in_order, make_case, programs_of, shared_out_up_to, stand_in
+from attention_kit import Case, Cases, Kind, differing_ways, in_order, make_case, programs_of, shared_out_up_to, stand_in, wrong
 from deepinfer.kernels.paged_attention import make_plan, paged_attention
 from deepinfer.kernels.paged_attention.cuda import SPLIT_ROWS, SPLITS, unit_tokens
 from deepinfer.kernels.paged_attention.units import Units, one_row_units, step_units
-from deepinfer.kernels.toolchain import Program, default_store
+from deepinfer.kernels.toolchain import Program
 from kernel_kit import check_machine_code, read_before_waiting, replayed
 
 # Every pair of: heads of a group 1, 3, 4, 8; pages of 16 … 128 tokens; heads of 64 or 128; windows of none, 100, 4096. Then odd groups, and
 # kinds whose single rows are units like others.
-KINDS = [
+KINDS = (
     Kind(2, 2, 64, 16, 0), Kind(3, 3, 128, 32, 100), Kind(2, 2, 64, 64, 4096), Kind(2, 2, 128, 128, 0),
     Kind(9, 3, 128, 16, 100), Kind(9, 3, 64, 32, 4096), Kind(9, 3, 64, 64, 0), Kind(6, 2, 128, 128, 100),
     Kind(8, 2, 128, 16, 4096), Kind(8, 2, 64, 32, 0), Kind(8, 2, 128, 64, 100), Kind(8, 2, 64, 128, 4096),
     Kind(8, 1, 64, 16, 0), Kind(16, 2, 128, 32, 0), Kind(8, 1, 128, 64, 4096), Kind(8, 1, 64, 128, 100),
     Kind(14, 2, 128, 64, 0), Kind(5, 1, 64, 64, 0), Kind(32, 1, 64, 64, 100), Kind(4, 2, 96, 16, 0),
-]  # fmt: skip
+)  # fmt: skip
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 1537)
 LONG = 4400  # beyond the window of 4096
 
 # Stand-ins are slow: fewer kinds, shorter sequences.
-FEW_KINDS = [Kind(9, 3, 64, 64, 0), Kind(4, 1, 64, 16, 100), Kind(2, 2, 64, 128, 0), Kind(4, 2, 48, 16, 0)]
+FEW_KINDS = (Kind(9, 3, 64, 64, 0), Kind(4, 1, 64, 16, 100), Kind(2, 2, 64, 128, 0), Kind(4, 2, 48, 16, 0))
 SHORT = (1, 64, 65, 129, 257)
 
-PLACES = [
-    *[pytest.param("stand-in", kind, id=f"stand-in-{kind}") for kind in FEW_KINDS],
-    *[pytest.param("cuda", kind, id=f"cuda-{kind}", marks=pytest.mark.gpu) for kind in KINDS],
-]
+CASES = Cases(FEW_KINDS, KINDS)
+PLACES = CASES.places()
 FIRST_OF_EACH = [PLACES[0], PLACES[len(FEW_KINDS) + 6]]
 
 
-@pytest.fixture(scope="module")
-def built() -> None:
-    """All kernels of this file, built side by side before the first test that wants one."""
-    default_store().get_all([p for kind in KINDS for p in programs_of(kind)])
-
-
 @pytest.fixture
-def case(place: str, kind: Kind, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
-    if place == "stand-in":
-        stand_in(monkeypatch)
-    else:
-        request.getfixturevalue("built")
-    return make_case(place, kind, lengths_of(place, kind))
+def case(place: str, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Case:
+    return CASES.make(place, kind, lengths_of(place, kind), monkeypatch)
 
 
 def lengths_of(place: str, kind: Kind) -> tuple[int, ...]:
     if place == "stand-in":
         return SHORT
     return (*LENGTHS, LONG) if kind.window == 4096 else LENGTHS
-
-
-def wrong(case: Case, sequence: int, first: int, got: torch.Tensor) -> str:
-    """What is wrong with the answers of a sequence's rows from ``first`` on; empty = nothing."""
-    want, tolerance = case.exact(sequence, first)
-    off = (got.double() - want).abs() - tolerance
-    if not bool((off > 0).any()) and bool(got.isfinite().all()):
-        return ""
-    row = int((off.nan_to_num(torch.inf).amax((1, 2))).argmax())
-    return f"{case.lengths[sequence]} tokens, position {first + row}: {int((off > 0).sum())} numbers beyond rounding"
 
 
 # Values
