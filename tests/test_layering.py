@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Height of each part of the package; a module imports its own part and lower ones. Height 0 are the leaves.
 HEIGHT = {
+    "__main__": 10,
     "cli": 9,
     "server": 8,
     "": 7,  # deepinfer/__init__.py: what a user imports

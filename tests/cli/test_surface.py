@@ -61,6 +61,14 @@ def test_the_installed_command_is_this_one() -> None:
     assert result.returncode == 0 and result.stdout.startswith(b"deepinfer ")
 
 
+@pytest.mark.parametrize(("argv", "code"), [(("--version",), 0), (("kernels", "--help"), 0), (("frobnicate",), 2)])
+def test_the_package_run_as_a_module_is_the_command(argv: tuple[str, ...], code: int) -> None:
+    command = [sys.executable, "-m", "deepinfer", *argv]
+    result, wanted = subprocess.run(command, capture_output=True, env=environment(), timeout=60, check=False), run(*argv)
+    assert (result.returncode, result.stdout, result.stderr) == (code, wanted.stdout, wanted.stderr)
+    assert wanted.returncode == code and (result.stdout or result.stderr)
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
