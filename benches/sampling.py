@@ -21,8 +21,7 @@ from functools import partial
 
 import torch
 
-from deepinfer.kernels.argmax.cuda import Argmax
-from deepinfer.kernels.sample.cuda import FEW_ROWS, Draws, Edits, Logprobs
+from deepinfer.kernels.sample.cuda import FEW_ROWS, Draws, Logprobs
 from deepinfer.sampling import SamplingParams
 from deepinfer.worker.device_sampler import DeviceSampler
 from deepinfer.worker.logprobs import gather_logprobs
@@ -118,8 +117,9 @@ def measure(kind: str, rows: int, vocab: int, dtype: torch.dtype, repeats: int, 
     copies = min(copies, 64)
     logits = [model_like(rows, vocab, i).to(kept) for i in range(copies)]
     device = torch.device("cuda")
-    draws = {t: (Argmax(vocab, t, rows, device), Draws(vocab, t, rows, device, few_rows=few_rows)) for t in {dtype, torch.float32}}
-    kernels = DeviceSampler(Edits(vocab, device), draws, Logprobs(vocab, device, few_rows=few_rows))
+    kernels = DeviceSampler.on(device, vocab, dtype, rows, few_rows)
+    if kernels is None:
+        raise SystemExit("the sampler's kernels cannot be had here; the warning above says why")
     plain = Sampler(state, vocab)
 
     def by_kernels() -> None:

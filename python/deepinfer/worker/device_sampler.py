@@ -13,7 +13,7 @@ import torch
 
 from deepinfer.errors import KernelBuildError
 from deepinfer.kernels.argmax.cuda import Argmax
-from deepinfer.kernels.sample.cuda import Draws, EditLists, Edits, Logprobs
+from deepinfer.kernels.sample.cuda import FEW_ROWS, Draws, EditLists, Edits, Logprobs
 
 if TYPE_CHECKING:
     from deepinfer.worker.sampler import SampleRows
@@ -40,13 +40,17 @@ class DeviceSampler:
         self._by_dtype = {dtype: _OfDtype(*pair) for dtype, pair in by_dtype.items()}
 
     @classmethod
-    def on(cls, device: torch.device, vocab: int, dtype: torch.dtype, max_rows: int) -> Self | None:
-        """For logits in ``dtype`` and in float32; ``None`` without a GPU, and where a kernel cannot be had, which has been said then."""
+    def on(cls, device: torch.device, vocab: int, dtype: torch.dtype, max_rows: int, few_rows: int = FEW_ROWS) -> Self | None:
+        """For logits in ``dtype`` and in float32; ``None`` without a GPU, and where a kernel cannot be had, which has been said then.
+        ``few_rows``: see ``Draws``."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return None
         try:
-            made = {t: (Argmax(vocab, t, max_rows, device), Draws(vocab, t, max_rows, device)) for t in {dtype, torch.float32}}
-            return cls(Edits(vocab, device), made, Logprobs(vocab, device))
+            made = {
+                kept: (Argmax(vocab, kept, max_rows, device), Draws(vocab, kept, max_rows, device, few_rows=few_rows))
+                for kept in {dtype, torch.float32}
+            }
+            return cls(Edits(vocab, device), made, Logprobs(vocab, device, few_rows=few_rows))
         except KernelBuildError:
             return None
 
