@@ -1,5 +1,5 @@
 """Keys and values as a cache of 8-bit floats keeps them."""
 
-from .reference import FP8, CacheScales, decode, encode
+from .reference import FP8, LARGEST, CacheScales, decode, encode
 
-__all__ = ["FP8", "CacheScales", "decode", "encode"]
+__all__ = ["FP8", "LARGEST", "CacheScales", "decode", "encode"]

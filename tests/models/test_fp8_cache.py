@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepinfer.errors import CheckpointError, ConfigError
-from deepinfer.kernels.fp8_cache import FP8, decode, encode
+from deepinfer.kernels.fp8_cache import FP8, CacheScales, decode, encode
 from deepinfer.kernels.rope_kv.cuda import RopeKv
 from deepinfer.models import load_model, resolve_model
 from deepinfer.models.llama import forward as llama
@@ -118,6 +118,54 @@ def test_scales_of_an_fp8_checkpoint_are_read(tmp_path: Path) -> None:
     assert "without scales" in said
 
 
+@pytest.mark.parametrize("quantized", [False, True], ids=["whole", "fp8"])
+def test_one_scale_for_both_is_that_of_either(quantized: bool, tmp_path: Path) -> None:
+    """As older checkpoints have it, in a layer each: for both, apart, none. A scale of queries is left alone, whatever it is."""
+    config = config_of("llama", "cpu")
+    scales = {
+        "model.layers.0.self_attn.kv_scale": torch.tensor([0.25]),
+        "model.layers.1.self_attn.k_scale": torch.tensor(0.5),
+        "model.layers.1.self_attn.v_proj.v_scale": torch.tensor(2.0),
+        "model.layers.0.self_attn.q_scale": torch.full((4,), torch.nan),
+        "model.layers.1.self_attn.q_proj.q_scale": torch.tensor(0.0),
+    }
+    stored = {**config, "quantization_config": QUANTIZATION} if quantized else config
+    folder = write(tmp_path / "m", stored, {**weights_of(config), **scales})
+    model = load(folder, torch.float32, "cpu")
+    assert model._cache_scales == (CacheScales(0.25, 0.25), CacheScales(0.5, 2.0), CacheScales())
+    kept, queries = model.remarks
+    assert "the checkpoint's scales" in kept and queries == "the checkpoint's q_scale is not used: queries stay float32"
+    assert load(folder, torch.float32, "cpu", fp8=False).remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "said"),
+    [
+        (torch.float16, 65504 / 448, "stand for numbers too large for float16; use dtype='bfloat16'"),
+        (torch.bfloat16, 2.0**16, "no scale of KV, which is above 0 and at most 65536; take kv_cache_dtype='auto'"),
+        (torch.float32, 2.0**16, "no scale of KV, which is above 0 and at most 65536; take kv_cache_dtype='auto'"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("part", ["k", "v", "kv"])
+def test_scales_are_read_up_to_the_largest_that_keeps_numbers(
+    part: str, dtype: torch.dtype, largest: float, said: str, tmp_path: Path
+) -> None:
+    config, name = config_of("llama", "cpu"), f"model.layers.1.self_attn.{part}_scale"
+    value = torch.tensor(largest)
+    if float(value) > largest:
+        value = value.nextafter(torch.tensor(0.0))
+    model = load(write(tmp_path / "m", config, {**weights_of(config), name: value}), dtype, "cpu")
+    one = CacheScales(float(value) if "k" in part else 1.0, float(value) if "v" in part else 1.0)
+    assert model._cache_scales == (CacheScales(), one, CacheScales())
+    stands_for = torch.tensor(448.0) * value
+    assert stands_for.to(dtype).isfinite() and encode(torch.tensor([value * 2.0**-9]), float(value)).float() == 2.0**-9
+    beyond = value.nextafter(torch.tensor(torch.inf))
+    with pytest.raises(CheckpointError, match=said) as raised:
+        load(write(tmp_path / "m", config, {**weights_of(config), name: beyond}), dtype, "cpu")
+    assert name in str(raised.value) and f"{float(beyond):g}" in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -125,7 +173,18 @@ def test_scales_of_an_fp8_checkpoint_are_read(tmp_path: Path) -> None:
         ({"model.layers.0.self_attn.k_scale": torch.zeros(1)}, "is 0, no scale of KV"),
         ({"model.layers.1.self_attn.v_scale": torch.tensor(-1.0)}, "is -1, no scale of KV"),
         ({"model.layers.0.self_attn.k_scale": torch.tensor(torch.nan)}, "is nan, no scale of KV"),
+        ({"model.layers.1.self_attn.v_scale": torch.tensor(torch.inf)}, "is inf, no scale of KV"),
+        ({"model.layers.1.self_attn.kv_scale": torch.tensor(-torch.inf)}, "is -inf, no scale of KV"),
+        ({"model.layers.1.self_attn.kv_scale": torch.tensor(0.0)}, "is 0, no scale of KV"),
+        ({"model.layers.1.self_attn.v_proj.v_scale": torch.tensor(1e-38)}, "is 1e-38, no scale of KV"),
+        ({"model.layers.2.self_attn.k_scale": torch.tensor(1e38)}, r"is 1e\+38, no scale of KV"),
+        ({"model.layers.0.self_attn.kv_scale": torch.ones(2)}, r"shape \[2\]; a scale of KV is one number"),
         ({"model.layers.7.self_attn.k_scale": torch.tensor(1.0)}, "of no layer of this model"),
+        ({"model.layers.7.self_attn.kv_scale": torch.tensor(1.0)}, "of no layer of this model"),
+        (
+            {"model.layers.1.self_attn.v_scale": torch.tensor(1.0), "model.layers.1.self_attn.kv_scale": torch.tensor(1.0)},
+            "for one scale; remove one",
+        ),
         (
             {"model.layers.0.self_attn.k_scale": torch.tensor(1.0), "model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)},
             "for one scale; remove one",

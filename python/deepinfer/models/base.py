@@ -400,11 +400,12 @@ class PackingModel(Model, Protocol):
 class Fp8CacheModel(Model, Protocol):
     """A model that can keep keys and values as 8-bit floats (``kernels.fp8_cache``)."""
 
-    def use_fp8_cache(self, scales: Mapping[str, float]) -> None:
+    def use_fp8_cache(self, scales: Mapping[str, float], unused: Sequence[str] = ()) -> None:
         """Called once, before weights are loaded, where an engine wants it: ``kv_groups`` then declares keys and values in float8_e4m3fn.
 
-        ``scales``: what the checkpoint has of tensors that end in ``.k_scale`` or ``.v_scale``, each one number above 0. Raises
-        ``CheckpointError`` for one that belongs to nothing of the model.
+        ``scales``: what the checkpoint has of tensors that end in ``.k_scale``, ``.v_scale`` or, for both, ``.kv_scale``, each one number
+        above 0. ``unused``: names that end in ``.q_scale``, of queries, which are not quantised; for ``RemarkingModel``. Raises
+        ``CheckpointError`` for a scale that belongs to nothing of the model.
         """
 
 

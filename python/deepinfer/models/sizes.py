@@ -98,7 +98,7 @@ def read_sizes(
     family = resolve_architecture(architecture)
     model = family.from_config(config, dtype, torch.device("meta"))
     if fp8_cache:
-        keep_fp8_cache(model, {}, architecture)
+        keep_fp8_cache(model, architecture)
     paged, state = model.kv_groups(model.block_tokens if isinstance(model, ConfigurableModel) else block_tokens)
     parameters, nbytes = sum(map(prod, model.parameter_shapes().values())), resident_bytes(model)
     packed = _packed_bytes(family, config, dtype, model)

@@ -90,7 +90,7 @@ def identity_of(config: EngineConfig, cache_salt: str = "") -> dict[str, Any]:
     run, resolved = config.resolve(), resolve_model(config.model, config.revision, config.load_format)
     model = resolve_architecture(resolved.architecture).from_config(resolved.config, run.dtype, torch.device("meta"))
     if config.kv_cache_dtype == "fp8":
-        keep_fp8_cache(model, {}, config.model)
+        keep_fp8_cache(model, config.model)
     drafting = drafting_of(config, model)
     drafts = 0 if drafting is None else drafting.num_draft_tokens or 0
     configure_model(config, model, drafts, drafting is not None and drafting.method != "ngram" and drafts > 0)

@@ -70,6 +70,7 @@ class LlamaModel:
         self._invariant = True
         self._packs = bool(parameters.packed)
         self._cache_scales: tuple[CacheScales, ...] | None = None
+        self._query_scales = False  # whether the checkpoint has some, which nothing here reads
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Self:
@@ -102,9 +103,10 @@ class LlamaModel:
         """See ``base.BatchDependentModel``: rows are neither padded nor run in pieces whose bits agree."""
         self._invariant = False
 
-    def use_fp8_cache(self, scales: Mapping[str, float]) -> None:
+    def use_fp8_cache(self, scales: Mapping[str, float], unused: Sequence[str] = ()) -> None:
         """See ``base.Fp8CacheModel``."""
         self._cache_scales = layer_scales(scales, self.topology.layers)
+        self._query_scales = bool(unused)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -152,6 +154,8 @@ class LlamaModel:
             scaled = any(scales != CacheScales() for scales in self._cache_scales)
             whose = "with the checkpoint's scales" if scaled else "without scales: the checkpoint has none"
             said.append(f"KV is kept in 8-bit floats (e4m3), {whose}; answers are approximate")
+        if self._query_scales:
+            said.append(f"the checkpoint's q_scale is not used: queries stay {dtype}")
         return tuple(said)
 
     def kv_groups(self, block_tokens: int) -> tuple[list[PagedGroup], list[StateGroup]]:

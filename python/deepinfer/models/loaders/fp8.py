@@ -19,7 +19,9 @@ from ..places import PACKED_SCALE
 from .source import WeightSource, check_numbers
 
 _SCALES = ("_scale_inv", "_scale")
-_SKIPPED = ("*.input_scale", "*.activation_scale", "*.input_activation_scale", "*.k_scale", "*.v_scale", "*.q_scale")
+_SKIPPED = (
+    "*.input_scale", "*.activation_scale", "*.input_activation_scale", "*.k_scale", "*.v_scale", "*.kv_scale", "*.q_scale",
+)  # fmt: skip
 _KNOWN_FIELDS = {
     "quant_method", "fmt", "weight_block_size", "activation_scheme", "modules_to_not_convert", "ignored_layers", "dequantize",
     "weight_per_tensor", "act_per_tensor", "kv_cache_scheme", "scale_fmt",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from typing import Protocol, get_args, runtime_checkable
 
@@ -15,7 +15,7 @@ from ..places import PACKED_SCALE
 from ..registry import resolve_architecture
 from .dummy import DummyFp8Source, DummySource
 from .fp8 import Fp8Source
-from .kv_scales import read_kv_scales
+from .kv_scales import NO_SCALES, KvScales, read_kv_scales
 from .resolved import ResolvedModel
 from .safetensors_source import SafetensorsSource
 from .source import Progress, WeightSource, fill
@@ -122,11 +122,11 @@ def no_fp8_cache(name: str) -> ConfigError:
     )
 
 
-def keep_fp8_cache(model: Model, scales: Mapping[str, float], name: str) -> None:
+def keep_fp8_cache(model: Model, name: str, scales: KvScales = NO_SCALES) -> None:
     """Has ``model``, which ``name`` is, keep keys and values as 8-bit floats. Raises ``ConfigError`` if it cannot, else as it does."""
     if not isinstance(model, Fp8CacheModel):
         raise no_fp8_cache(name)
-    model.use_fp8_cache(scales)
+    model.use_fp8_cache(*scales)
 
 
 def load_model(
@@ -168,7 +168,7 @@ def load_model(
         if not batch_invariant and isinstance(model, BatchDependentModel):
             model.allow_batch_dependence()
         if fp8_cache:
-            keep_fp8_cache(model, read_kv_scales(stored), source.name)
+            keep_fp8_cache(model, source.name, read_kv_scales(stored, dtype))
         fill(model, stored, progress)
     if weights == "packed" and not (isinstance(model, PackingModel) and model.packed_bytes):
         raise ConfigError(
