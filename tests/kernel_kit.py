@@ -64,23 +64,25 @@ class OnCpu:
         self._program = program
 
     def launch(self, grid: tuple[int, ...], *args: torch.Tensor | int | float) -> None:
-        """Launches. Numbers of dynamic shapes, which tensors tell there, must be in the order in which the GPU's kernel takes them. 8-bit
-        floats are given as bytes."""
+        """Launches. ``args`` are those of the GPU's kernel: without what it does not read, and with numbers of dynamic shapes, which
+        tensors tell here. 8-bit floats are given as bytes."""
         args = tuple(a.view(torch.uint8) if isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn else a for a in args)
         call = cpu_kernel(self._program)
         function = call.prim_func  # type: ignore[attr-defined]
-        names = [name for name, _ in lowered(self._program).args]
-        count = len(function.params)
-        assert len(args) == len(names)
-        given, sizes = list(args[:count]), {}
-        for i, parameter in enumerate(function.params):
-            if parameter in function.buffer_map:
-                extents = list(function.buffer_map[parameter].shape)
-                fixed = [int(x) if hasattr(x, "value") else -1 for x in extents]
-                if fixed.count(-1) <= 1:  # a launch takes the memory, whatever its shape is called
-                    given[i] = given[i].view(fixed)
-                sizes |= {x.name: given[i].shape[k] for k, x in enumerate(extents) if hasattr(x, "name")}
-        assert all(sizes.get(name, number) == number for name, number in zip(names[count:], args[count:], strict=True))
+        named: dict[str, Any] = dict(zip([name for name, _ in lowered(self._program).args], args, strict=True))
+        given, sizes = [], {}
+        for parameter in function.params:
+            if parameter not in function.buffer_map:
+                given.append(named.pop(parameter.name, 0))
+                continue
+            buffer = function.buffer_map[parameter]
+            fixed = [int(x) if hasattr(x, "value") else -1 for x in buffer.shape]
+            tensor = named.pop(buffer.name) if buffer.name in named else torch.empty(fixed, dtype=getattr(torch, str(buffer.dtype)))
+            if fixed.count(-1) <= 1:  # a launch takes the memory, whatever its shape is called
+                tensor = tensor.view(fixed)
+            sizes |= {x.name: tensor.shape[k] for k, x in enumerate(buffer.shape) if hasattr(x, "name")}
+            given.append(tensor)
+        assert all(sizes.get(name, number) == number for name, number in named.items())
         call(*given)
 
 

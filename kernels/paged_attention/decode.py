@@ -35,7 +35,6 @@ def decode_attention(
     fetch = fetching(d, keys, page_tokens, fp8)
     widen = widening(d, keys, head_dim, dtype)
     kept = "float8_e4m3fn" if fp8 else dtype
-    scaling = T.Tensor((2,), "float32") if fp8 else T.float32
 
     @T.prim_func
     def decode_attention(
@@ -48,7 +47,8 @@ def decode_attention(
         out: T.Tensor((rows, heads, head_dim), dtype),
         part_value: T.Tensor((part_rows, heads, segments, head_dim), "float32"),
         part_scale: T.Tensor((2, part_rows, heads, segments), "float32"),
-        log2_scale: scaling,
+        log2_scale: T.float32,
+        factors: T.Tensor((2,), "float32"),
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=128, prelude=prelude(d)) as block:
@@ -56,8 +56,6 @@ def decode_attention(
             ring = T.alloc_shared((3, keys, head_dim), kept)
             if fp8:
                 wide = T.alloc_shared((keys, head_dim), dtype)
-                of_keys = T.alloc_var("float32")
-                of_values = T.alloc_var("float32")
             w_s = T.alloc_shared((keys, queries), dtype)
             sum_s = T.alloc_shared((queries,), "float32")
             ones = T.alloc_fragment((64, keys), dtype)
@@ -86,9 +84,8 @@ def decode_attention(
             old = T.alloc_var("int32")
             let_next_start(d)
             T.fill(ones, 1)
-            if fp8:
-                of_keys = log2_scale[0]  # type: ignore[index]
-                of_values = log2_scale[1]  # type: ignore[index]
+            log2_scale = factors[0] if fp8 else log2_scale
+            value_scale = factors[1] if fp8 else 1.0
             split = block % splits
             unit = block // splits
             last = T.cast(position[unit // kv_heads], "int32")
@@ -182,13 +179,11 @@ def decode_attention(
                             if window > 0:
                                 score[i, j] = T.if_then_else(
                                     tile * keys + i <= last and tile * keys + i > last - window,
-                                    score[i, j] * (of_keys if fp8 else log2_scale),
+                                    score[i, j] * log2_scale,
                                     LOWEST,
                                 )
                             else:
-                                score[i, j] = T.if_then_else(
-                                    tile * keys + i <= last, score[i, j] * (of_keys if fp8 else log2_scale), LOWEST
-                                )
+                                score[i, j] = T.if_then_else(tile * keys + i <= last, score[i, j] * log2_scale, LOWEST)
                         T.reduce_max(score, newer, dim=0, clear=True)
                         for j in T.Parallel(queries):
                             newer[j] = T.max(newer[j], part_top[j])
@@ -254,7 +249,7 @@ def decode_attention(
                             if tile == last // keys:
                                 for i, j in T.Parallel(64, queries):
                                     if i == 0:
-                                        sum_s[j] = (of_values if fp8 else 1.0) / total_sum[i, j]
+                                        sum_s[j] = value_scale / total_sum[i, j]
                                 T.sync_threads()
                                 for i, j in T.Parallel(head_dim, queries):
                                     if j < group:
@@ -276,56 +271,10 @@ def decode_attention(
 
 
 def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str, fp8: bool = False) -> Any:
-    """The total of a row's partial results, segment by segment, as ``paged_attention`` with one split has it in registers. ``fp8``: with
-    ``log2_scale`` as there."""
+    """The total of a row's partial results, segment by segment, as ``decode_attention`` with one split has it in registers; ``fp8``
+    and ``factors`` as there."""
     T = d.T
     total_rows, part_rows, segments = (T.dynamic(n) for n in ("total_rows", "part_rows", "segments"))
-
-    @T.macro
-    def add(row, head, part_value, part_scale, position, out, log2_scale):
-        total = T.alloc_fragment((head_dim,), "float32")
-        top = T.alloc_var("float32")
-        newer = T.alloc_var("float32")
-        total_sum = T.alloc_var("float32")
-        keep = T.alloc_var("float32")
-        take = T.alloc_var("float32")
-        last = T.alloc_var("int32")
-        base = T.alloc_var("int32")
-        let_next_start(d)
-        wait_for_previous(d)
-        last = T.cast(position[row], "int32")
-        base = 0
-        if window > 0:
-            base = T.max(last - (window - 1), 0) // SEGMENT
-        top = LOWEST
-        total_sum = 0.0
-        T.fill(total, 0)
-        for n in T.serial(last // SEGMENT + 1 - base):
-            newer = T.max(top, part_scale[0, row, head, base + n])
-            keep = T.exp2(top - newer)
-            take = T.exp2(part_scale[0, row, head, base + n] - newer)
-            top = newer
-            total_sum = total_sum * keep + part_scale[1, row, head, base + n] * take
-            for j in T.Parallel(head_dim):
-                total[j] = total[j] * keep + part_value[row, head, base + n, j] * take
-        keep = (log2_scale[1] if fp8 else 1.0) / total_sum
-        for j in T.Parallel(head_dim):
-            out[row, head, j] = T.cast(total[j] * keep + 0.0, dtype)
-
-    if fp8:
-
-        @T.prim_func
-        def add_segments_fp8(
-            part_value: T.Tensor((part_rows, heads, segments, head_dim), "float32"),
-            part_scale: T.Tensor((2, part_rows, heads, segments), "float32"),
-            position: T.Tensor((total_rows,), "int64"),
-            out: T.Tensor((total_rows, heads, head_dim), dtype),
-            log2_scale: T.Tensor((2,), "float32"),
-        ):
-            with T.Kernel(total_rows, heads, threads=head_dim, prelude=prelude(d)) as (row, head):
-                add(row, head, part_value, part_scale, position, out, log2_scale)
-
-        return add_segments_fp8
 
     @T.prim_func
     def add_segments(
@@ -333,8 +282,36 @@ def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str,
         part_scale: T.Tensor((2, part_rows, heads, segments), "float32"),
         position: T.Tensor((total_rows,), "int64"),
         out: T.Tensor((total_rows, heads, head_dim), dtype),
+        factors: T.Tensor((2,), "float32"),
     ):
         with T.Kernel(total_rows, heads, threads=head_dim, prelude=prelude(d)) as (row, head):
-            add(row, head, part_value, part_scale, position, out, None)
+            total = T.alloc_fragment((head_dim,), "float32")
+            top = T.alloc_var("float32")
+            newer = T.alloc_var("float32")
+            total_sum = T.alloc_var("float32")
+            keep = T.alloc_var("float32")
+            take = T.alloc_var("float32")
+            last = T.alloc_var("int32")
+            base = T.alloc_var("int32")
+            let_next_start(d)
+            wait_for_previous(d)
+            last = T.cast(position[row], "int32")
+            base = 0
+            if window > 0:
+                base = T.max(last - (window - 1), 0) // SEGMENT
+            top = LOWEST
+            total_sum = 0.0
+            T.fill(total, 0)
+            for n in T.serial(last // SEGMENT + 1 - base):
+                newer = T.max(top, part_scale[0, row, head, base + n])
+                keep = T.exp2(top - newer)
+                take = T.exp2(part_scale[0, row, head, base + n] - newer)
+                top = newer
+                total_sum = total_sum * keep + part_scale[1, row, head, base + n] * take
+                for j in T.Parallel(head_dim):
+                    total[j] = total[j] * keep + part_value[row, head, base + n, j] * take
+            keep = (factors[1] if fp8 else 1.0) / total_sum
+            for j in T.Parallel(head_dim):
+                out[row, head, j] = T.cast(total[j] * keep + 0.0, dtype)
 
     return add_segments

@@ -18,8 +18,8 @@ def paged_attention(
     ``unit_first … unit_first + unit_count - 1`` belong to row ``unit_table`` of ``table``. A unit of 0 rows is skipped.
     ``width``, of which nothing else is read: from one row of ``table`` to the next.
 
-    ``fp8``: keys and values are 8-bit floats, made ``dtype`` in shared memory; ``log2_scale`` then is two numbers on the device, with the
-    scale of keys in the first and that of values as the second.
+    ``log2_scale``: factor of the scores. ``fp8``: keys and values are 8-bit floats, made ``dtype`` in shared memory; the factor of the
+    scores is the first of ``factors`` instead, which hold the scale of keys and that of values, the second the factor of the answer.
     """
     T = d.T
     group = heads // kv_heads
@@ -31,7 +31,6 @@ def paged_attention(
     fetch = fetching(d, keys, page_tokens, fp8)
     widen = widening(d, keys, head_dim, dtype)
     kept = "float8_e4m3fn" if fp8 else dtype
-    scaling = T.Tensor((2,), "float32") if fp8 else T.float32
 
     @T.prim_func
     def paged_attention(
@@ -44,7 +43,8 @@ def paged_attention(
         unit_count: T.Tensor((units,), "int32"),
         unit_table: T.Tensor((units,), "int64"),
         out: T.Tensor((total_rows, heads, head_dim), dtype),
-        log2_scale: scaling,
+        log2_scale: T.float32,
+        factors: T.Tensor((2,), "float32"),
     ):
         with T.Kernel(units, kv_heads, threads=2 * WIDE, prelude=prelude(d)) as (unit, head):
             q_s = T.alloc_shared((WIDE, head_dim), dtype)
@@ -53,8 +53,6 @@ def paged_attention(
             if fp8:
                 k_w = T.alloc_shared((keys, head_dim), dtype)
                 v_w = T.alloc_shared((keys, head_dim), dtype)
-                of_keys = T.alloc_var("float32")
-                of_values = T.alloc_var("float32")
             ones = T.alloc_shared((keys, SUMS), dtype)
             score = T.alloc_fragment((WIDE, keys), "float32")
             weight = T.alloc_fragment((WIDE, keys), dtype)
@@ -77,9 +75,8 @@ def paged_attention(
 
             let_next_start(d)
             T.fill(ones, 1)
-            if fp8:
-                of_keys = log2_scale[0]  # type: ignore[index]
-                of_values = log2_scale[1]  # type: ignore[index]
+            log2_scale = factors[0] if fp8 else log2_scale
+            value_scale = factors[1] if fp8 else 1.0
             wait_for_previous(d)
             first = unit_first[unit]
             count = unit_count[unit]
@@ -125,11 +122,11 @@ def paged_attention(
                         if window > 0:
                             score[i, j] = T.if_then_else(
                                 tile * keys + j <= seen[i] and tile * keys + j > seen[i] - window,
-                                score[i, j] * (of_keys if fp8 else log2_scale),
+                                score[i, j] * log2_scale,
                                 LOWEST,
                             )
                         else:
-                            score[i, j] = T.if_then_else(tile * keys + j <= seen[i], score[i, j] * (of_keys if fp8 else log2_scale), LOWEST)
+                            score[i, j] = T.if_then_else(tile * keys + j <= seen[i], score[i, j] * log2_scale, LOWEST)
                     T.reduce_max(score, newer, dim=1, clear=True)
                     for i in T.Parallel(WIDE):
                         newer[i] = T.max(newer[i], part_top[i])
@@ -169,7 +166,7 @@ def paged_attention(
                         T.fill(part_sum, 0)
                 T.reduce_max(total_sum, take, dim=1, clear=True)  # of equal ones
                 for i in T.Parallel(WIDE):
-                    take[i] = (of_values if fp8 else 1.0) / take[i]
+                    take[i] = value_scale / take[i]
                 for i, j in T.Parallel(WIDE, head_dim):
                     if i < T.min(count, tokens) * group:
                         # adding 0 turns -0 into 0, of which empty tiles might have made either

@@ -14,10 +14,9 @@ import torch
 from deepinfer.errors import KernelBuildError
 
 from ..fp8_cache.device import FILE as FP8_FILE
-from ..fp8_cache.device import byte_type, encoded
-from ..fp8_cache.device import prelude as fp8_prelude
+from ..fp8_cache.device import byte_type, encoded, prelude
 from ..toolchain import Dialect, ModelShape, Program, shape_config
-from ..toolchain.device_code import FILE, lanes_sum, let_next_start, prelude, wait_for_previous
+from ..toolchain.device_code import FILE, lanes_sum, let_next_start, wait_for_previous
 from ..toolchain.driver import Launchable
 from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
@@ -38,13 +37,17 @@ def block_heads_of(heads: int, lanes: int) -> int:
     return -(-heads // (blocks * of_warp)) * of_warp
 
 
-def _turning(
-    d: Dialect, entries: Any, heads: int, kv_heads: int, head_dim: int, block_heads: int, lanes: int, qk_norm: bool, stored: str, fp8: bool
+def rope_kv(
+    d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: int, lanes: int, qk_norm: bool, dtype: str, fp8: bool = False
 ) -> Any:
-    """``turn(row, part, …)``: what a block does; ``fp8``: caches are 8-bit floats."""
+    """See ``reference.rope_kv``; caches ``[entries, kv_heads, head_dim]``. ``weights`` and ``eps`` are read with ``qk_norm`` only. ``fp8``:
+    caches are 8-bit floats; ``scales``, read then only, are the reciprocals of those of keys and of values."""
     T = d.T
-    half = head_dim // 2
+    rows, entries = T.dynamic("rows"), T.dynamic("entries")
+    stored, half = d.stored(dtype), head_dim // 2
+    kept = byte_type(d) if fp8 else stored
     turning, every = heads + kv_heads, heads + 2 * kv_heads
+    blocks = -(-every // block_heads)
     shape = (block_heads, lanes, _WIDE)
     add = lanes_sum(d, block_heads, lanes)
 
@@ -80,96 +83,6 @@ def _turning(
                 v_cache[slot, first + h - turning, i * _WIDE + v] = low[h, i, v]
                 v_cache[slot, first + h - turning, half + i * _WIDE + v] = high[h, i, v]
 
-    @T.macro
-    def turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps, scales):
-        first = part * block_heads
-        low, high = d.acc(shape, stored), d.acc(shape, stored)
-        c, s = d.acc(shape, "float32"), d.acc(shape, "float32")
-        a, b = d.acc(shape, "float32"), d.acc(shape, "float32")
-        low_weight, high_weight = d.acc(shape, "float32"), d.acc(shape, "float32")
-        if qk_norm:
-            for h, i, v in d.par(*shape):
-                if i * _WIDE + v < half:
-                    low_weight[h, i, v] = weights[T.if_then_else(first + h < heads, 0, 1), i * _WIDE + v]
-                    high_weight[h, i, v] = weights[T.if_then_else(first + h < heads, 0, 1), half + i * _WIDE + v]
-        wait_for_previous(d)
-        let_next_start(
-            d
-        )  # not before: attention fetches older keys before it waits for this kernel, so what they follow from has to be there
-        # a loop a read: numbers of one width only, so that a thread keeps its channels
-        for h, i, v in d.par(*shape):
-            if first + h < every and i * _WIDE + v < half:
-                low[h, i, v] = qkv[row, first + h, i * _WIDE + v]
-            else:
-                low[h, i, v] = T.cast(0.0, stored)
-        for h, i, v in d.par(*shape):
-            if first + h < every and i * _WIDE + v < half:
-                high[h, i, v] = qkv[row, first + h, half + i * _WIDE + v]
-            else:
-                high[h, i, v] = T.cast(0.0, stored)
-        for h, i, v in d.par(*shape):
-            if i * _WIDE + v < half:
-                c[h, i, v] = cosines[row, i * _WIDE + v]
-                s[h, i, v] = sines[row, i * _WIDE + v]
-        slot = T.if_then_else(slots[row] >= 0 and slots[row] < entries, slots[row], T.int64(0))
-        for h, i, v in d.par(*shape):
-            a[h, i, v] = T.cast(low[h, i, v], "float32")
-            b[h, i, v] = T.cast(high[h, i, v], "float32")
-        if qk_norm:
-            normalise(a, b, low_weight, high_weight, eps)
-        for h, i, v in d.par(*shape):
-            low[h, i, v] = T.if_then_else(
-                first + h < turning, T.cast(a[h, i, v] * c[h, i, v] - b[h, i, v] * s[h, i, v], stored), low[h, i, v]
-            )
-            high[h, i, v] = T.if_then_else(
-                first + h < turning, T.cast(b[h, i, v] * c[h, i, v] + a[h, i, v] * s[h, i, v], stored), high[h, i, v]
-            )
-        for h, i, v in d.par(*shape):
-            if first + h < heads and i * _WIDE + v < half:
-                q[row, first + h, i * _WIDE + v] = low[h, i, v]
-                q[row, first + h, half + i * _WIDE + v] = high[h, i, v]
-        if fp8:
-            low_byte, high_byte = d.acc(shape, byte_type(d)), d.acc(shape, byte_type(d))
-            for h, i, v in d.par(*shape):
-                a[h, i, v] = scales[T.if_then_else(first + h < turning, 0, 1)]
-            for h, i, v in d.par(*shape):
-                low_byte[h, i, v] = encoded(d, T.cast(low[h, i, v], "float32") * a[h, i, v])
-            for h, i, v in d.par(*shape):
-                high_byte[h, i, v] = encoded(d, T.cast(high[h, i, v], "float32") * a[h, i, v])
-            keep(slot, first, low_byte, high_byte, k_cache, v_cache)
-        else:
-            keep(slot, first, low, high, k_cache, v_cache)
-
-    return turn
-
-
-def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: int, lanes: int, qk_norm: bool, dtype: str) -> Any:
-    """See ``reference.rope_kv``; caches ``[entries, kv_heads, head_dim]``. No ``weights`` and ``eps`` without ``qk_norm``."""
-    T = d.T
-    rows, entries = T.dynamic("rows"), T.dynamic("entries")
-    stored, half, every = d.stored(dtype), head_dim // 2, heads + 2 * kv_heads
-    blocks = -(-every // block_heads)
-    turn = _turning(d, entries, heads, kv_heads, head_dim, block_heads, lanes, qk_norm, stored, False)
-
-    if qk_norm:
-
-        @T.prim_func
-        def norm_rope_kv(
-            qkv: T.Tensor((rows, every, head_dim), stored),
-            cosines: T.Tensor((rows, half), "float32"),
-            sines: T.Tensor((rows, half), "float32"),
-            slots: T.Tensor((rows,), "int64"),
-            q: T.Tensor((rows, heads, head_dim), stored),
-            k_cache: T.Tensor((entries, kv_heads, head_dim), stored),
-            v_cache: T.Tensor((entries, kv_heads, head_dim), stored),
-            weights: T.Tensor((2, head_dim), "float32"),
-            eps: T.float32,
-        ):
-            with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=prelude(d)) as (row, part):
-                turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps, None)
-
-        return norm_rope_kv
-
     @T.prim_func
     def rope_kv(
         qkv: T.Tensor((rows, every, head_dim), stored),
@@ -177,58 +90,71 @@ def rope_kv(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: i
         sines: T.Tensor((rows, half), "float32"),
         slots: T.Tensor((rows,), "int64"),
         q: T.Tensor((rows, heads, head_dim), stored),
-        k_cache: T.Tensor((entries, kv_heads, head_dim), stored),
-        v_cache: T.Tensor((entries, kv_heads, head_dim), stored),
+        k_cache: T.Tensor((entries, kv_heads, head_dim), kept),
+        v_cache: T.Tensor((entries, kv_heads, head_dim), kept),
+        scales: T.Tensor((2,), "float32"),
+        weights: T.Tensor((2, head_dim), "float32"),
+        eps: T.float32,
     ):
         with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=prelude(d)) as (row, part):
-            turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, None, None, None)
+            first = part * block_heads
+            low, high = d.acc(shape, stored), d.acc(shape, stored)
+            c, s = d.acc(shape, "float32"), d.acc(shape, "float32")
+            a, b = d.acc(shape, "float32"), d.acc(shape, "float32")
+            low_weight, high_weight = d.acc(shape, "float32"), d.acc(shape, "float32")
+            if qk_norm:
+                for h, i, v in d.par(*shape):
+                    if i * _WIDE + v < half:
+                        low_weight[h, i, v] = weights[T.if_then_else(first + h < heads, 0, 1), i * _WIDE + v]
+                        high_weight[h, i, v] = weights[T.if_then_else(first + h < heads, 0, 1), half + i * _WIDE + v]
+            wait_for_previous(d)
+            # not before that: attention fetches older keys before it waits for this kernel, so what they follow from has to be there
+            let_next_start(d)
+            # a loop a read: numbers of one width only, so that a thread keeps its channels
+            for h, i, v in d.par(*shape):
+                if first + h < every and i * _WIDE + v < half:
+                    low[h, i, v] = qkv[row, first + h, i * _WIDE + v]
+                else:
+                    low[h, i, v] = T.cast(0.0, stored)
+            for h, i, v in d.par(*shape):
+                if first + h < every and i * _WIDE + v < half:
+                    high[h, i, v] = qkv[row, first + h, half + i * _WIDE + v]
+                else:
+                    high[h, i, v] = T.cast(0.0, stored)
+            for h, i, v in d.par(*shape):
+                if i * _WIDE + v < half:
+                    c[h, i, v] = cosines[row, i * _WIDE + v]
+                    s[h, i, v] = sines[row, i * _WIDE + v]
+            slot = T.if_then_else(slots[row] >= 0 and slots[row] < entries, slots[row], T.int64(0))
+            for h, i, v in d.par(*shape):
+                a[h, i, v] = T.cast(low[h, i, v], "float32")
+                b[h, i, v] = T.cast(high[h, i, v], "float32")
+            if qk_norm:
+                normalise(a, b, low_weight, high_weight, eps)
+            for h, i, v in d.par(*shape):
+                low[h, i, v] = T.if_then_else(
+                    first + h < turning, T.cast(a[h, i, v] * c[h, i, v] - b[h, i, v] * s[h, i, v], stored), low[h, i, v]
+                )
+                high[h, i, v] = T.if_then_else(
+                    first + h < turning, T.cast(b[h, i, v] * c[h, i, v] + a[h, i, v] * s[h, i, v], stored), high[h, i, v]
+                )
+            for h, i, v in d.par(*shape):
+                if first + h < heads and i * _WIDE + v < half:
+                    q[row, first + h, i * _WIDE + v] = low[h, i, v]
+                    q[row, first + h, half + i * _WIDE + v] = high[h, i, v]
+            if fp8:
+                low_byte, high_byte = d.acc(shape, kept), d.acc(shape, kept)
+                for h, i, v in d.par(*shape):
+                    a[h, i, v] = scales[T.if_then_else(first + h < turning, 0, 1)]
+                for h, i, v in d.par(*shape):
+                    low_byte[h, i, v] = encoded(d, T.cast(low[h, i, v], "float32") * a[h, i, v])
+                for h, i, v in d.par(*shape):
+                    high_byte[h, i, v] = encoded(d, T.cast(high[h, i, v], "float32") * a[h, i, v])
+                keep(slot, first, low_byte, high_byte, k_cache, v_cache)
+            else:
+                keep(slot, first, low, high, k_cache, v_cache)
 
     return rope_kv
-
-
-def rope_kv_fp8(d: Dialect, heads: int, kv_heads: int, head_dim: int, block_heads: int, lanes: int, qk_norm: bool, dtype: str) -> Any:
-    """The same with caches of 8-bit floats. ``scales``: the reciprocals of those of keys and of values."""
-    T = d.T
-    rows, entries = T.dynamic("rows"), T.dynamic("entries")
-    stored, half, every, byte = d.stored(dtype), head_dim // 2, heads + 2 * kv_heads, byte_type(d)
-    blocks = -(-every // block_heads)
-    turn = _turning(d, entries, heads, kv_heads, head_dim, block_heads, lanes, qk_norm, stored, True)
-
-    if qk_norm:
-
-        @T.prim_func
-        def norm_rope_kv_fp8(
-            qkv: T.Tensor((rows, every, head_dim), stored),
-            cosines: T.Tensor((rows, half), "float32"),
-            sines: T.Tensor((rows, half), "float32"),
-            slots: T.Tensor((rows,), "int64"),
-            q: T.Tensor((rows, heads, head_dim), stored),
-            k_cache: T.Tensor((entries, kv_heads, head_dim), byte),
-            v_cache: T.Tensor((entries, kv_heads, head_dim), byte),
-            scales: T.Tensor((2,), "float32"),
-            weights: T.Tensor((2, head_dim), "float32"),
-            eps: T.float32,
-        ):
-            with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=fp8_prelude(d)) as (row, part):
-                turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, weights, eps, scales)
-
-        return norm_rope_kv_fp8
-
-    @T.prim_func
-    def rope_kv_fp8(
-        qkv: T.Tensor((rows, every, head_dim), stored),
-        cosines: T.Tensor((rows, half), "float32"),
-        sines: T.Tensor((rows, half), "float32"),
-        slots: T.Tensor((rows,), "int64"),
-        q: T.Tensor((rows, heads, head_dim), stored),
-        k_cache: T.Tensor((entries, kv_heads, head_dim), byte),
-        v_cache: T.Tensor((entries, kv_heads, head_dim), byte),
-        scales: T.Tensor((2,), "float32"),
-    ):
-        with T.Kernel(rows, blocks, threads=block_heads * lanes, prelude=fp8_prelude(d)) as (row, part):
-            turn(row, part, qkv, cosines, sines, slots, q, k_cache, v_cache, None, None, scales)
-
-    return rope_kv_fp8
 
 
 class RopeKv:
@@ -239,12 +165,12 @@ class RopeKv:
         kv_heads: key (and value) heads.
         head_dim: channels of a head, a multiple of 16 up to 512.
         dtype: of ``qkv``, ``q`` and the caches: bfloat16 or float16.
-        fp8: caches are 8-bit floats.
         device: a GPU.
         qk_norm: whether heads are normalised first.
         eps: of that norm.
         after: see ``toolchain.driver.Kernel``.
         kernels: those of ``programs``, loaded elsewhere.
+        fp8: caches are 8-bit floats, not of ``dtype``.
 
     Raises ``KernelBuildError`` if there is no such kernel.
     """
@@ -282,10 +208,9 @@ class RopeKv:
             lanes=lanes,
             qk_norm=qk_norm,
             dtype=dtype,
+            **({"fp8": True} if fp8 else {}),  # left out of the constants of others, whose names stay
         )
-        if fp8:
-            return [Program("rope_kv", "rope_kv_fp8", constants, (FILE, FP8_FILE))]
-        return [Program("rope_kv", "rope_kv", constants, (FILE,))]
+        return [Program("rope_kv", "rope_kv", constants, (FILE, FP8_FILE))]
 
     def __call__(
         self,

@@ -158,8 +158,8 @@ def test_machine_code_of_all(kind: Kind, tmp_path: Path) -> None:
 
 def check_all(kind: Kind, folder: Path) -> None:
     """No kernel spills, and none reads before it waits what a step writes."""
-    early = {"paged_attention": {"log2_scale"}, "add_segments": set()}
-    early["decode_attention"] = {"log2_scale", "k", "v", "table", "position", "table_row"}
+    early = {"paged_attention": {"factors"}, "add_segments": set()}
+    early["decode_attention"] = {"factors", "k", "v", "table", "position", "table_row"}
     for program in programs_of(kind, fp8=True):
         assert dict(program.constants)["fp8"] and "fp8" not in program.factory
         check_machine_code(program, folder)

@@ -286,7 +286,7 @@ def test_every_number_is_rounded_to_the_nearest(place: str) -> None:
 @pytest.mark.parametrize("shape", [SMOLLM2_135M_KV8, QWEN3_8B_KV8], ids=name)
 def test_machine_code_for_8_bit_caches(shape: ModelShape, tmp_path: Path) -> None:
     (program,) = programs_for(shape)
-    assert program.factory == "rope_kv_fp8"
+    assert dict(program.constants)["fp8"]
     check_machine_code(program, tmp_path)
     assert read_before_waiting(program, late=True) == ({"weights"} if shape.qk_norm else set())
     # as with wide caches, and a scale; halves of a head are 8 bytes in a cache
