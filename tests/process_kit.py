@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -54,3 +56,18 @@ async def at_rest(pair: PrefillDecodePair, seconds: float) -> None:
         assert time.monotonic() < end, await pair.core_counts()
         await asyncio.sleep(0.02)
     assert not pair._flights and not pair._later and not pair._boxes
+
+
+def children(pid: int) -> list[int]:
+    """Processes that the main thread of a process has started and not waited for."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def pause(pids: list[int]) -> None:
+    """Stops processes, and returns when they stand."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T" for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.005)

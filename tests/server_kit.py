@@ -268,9 +268,14 @@ class ScriptedFront(AsyncFront):
     def _stop_at(self, request_id: str, index: int, num_tokens: int) -> None:
         self.stopped.append((request_id, index, num_tokens))
 
-    async def metrics(self) -> Any:
-        """What a test has put into ``counted``."""
-        return self.counted
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Names that a test has put into ``counted``."""
+        return tuple(self.counted)
+
+    async def measure(self, engine: str) -> Any:
+        """What it has put there."""
+        return self.counted[engine]
 
     async def _shelve(self, grammar: Any) -> None:
         pass

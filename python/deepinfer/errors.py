@@ -1,8 +1,14 @@
 """Every exception a user can meet, in one place.
 
-Owns: the exception classes. Never touches: anything else (a leaf, importable from every layer).
+Owns: the exception classes, and how one gets to another process or to several callers. Never touches: anything else (a leaf, importable
+from every layer).
 Each message says what is wrong and what to change; commands print it on one line and exit with 2.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 
 class DeepInferError(Exception):
@@ -83,6 +89,10 @@ class CheckpointError(DeepInferError):
 
 class EngineDeadError(DeepInferError):
     """The engine stopped after a fault; requests in flight have failed."""
+
+
+class NoAnswerError(DeepInferError, TimeoutError):
+    """A question to an engine (its metrics, its counts, logits) was not answered in time; the engine goes on."""
 
 
 class StepFailedError(DeepInferError):
@@ -175,3 +185,56 @@ class KvStoreUnavailableError(KvStoreError):
 
 class KernelBuildError(DeepInferError, RuntimeError):
     """A kernel cannot be lowered, compiled or loaded; whoever wanted it runs the reference operator instead and says so."""
+
+
+# From one process to another, from one to many
+
+_E = TypeVar("_E", bound=BaseException)
+
+Plain = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorData:
+    """An error as data, so that who reads it needs no import but this module and calls no constructor.
+
+    Attributes:
+        kind: name of a class here.
+        message: what the error says.
+        details: its attributes that are plain values.
+    """
+
+    kind: str
+    message: str
+    details: dict[str, Plain] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorData:
+        """Of an error of ours: the nearest class that is defined here. Others end an engine: their class's name goes into the message."""
+        for kind in type(error).__mro__:
+            if issubclass(kind, DeepInferError) and globals().get(kind.__name__) is kind:
+                details = {name: value for name, value in vars(error).items() if isinstance(value, Plain)}
+                return cls(kind.__name__, str(error), details)
+        return cls(EngineDeadError.__name__, f"{type(error).__name__}: {error}")
+
+    def told_by(self, name: str) -> ErrorData:
+        """The same error, with whose it is."""
+        return replace(self, message=f"{name}: {self.message}")
+
+    def exception(self) -> DeepInferError:
+        """The error again."""
+        kind: type[DeepInferError] = globals()[self.kind]
+        return _made(kind, (self.message,), self.details)
+
+
+def fresh(error: _E) -> _E:
+    """The same error for one more caller: whoever raises an exception writes a traceback into it."""
+    return _made(type(error), error.args, vars(error))
+
+
+def _made(kind: type[_E], args: tuple[object, ...], details: dict[str, Plain] | dict[str, object]) -> _E:
+    """Without the constructor, whose parameters are its own affair."""
+    made = kind.__new__(kind, *args)
+    made.args = args
+    vars(made).update(details)
+    return made

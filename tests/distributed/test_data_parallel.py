@@ -20,7 +20,6 @@ import pytest
 import deepinfer
 import engine_kit
 from deepinfer import LLM, AsyncLLM, SamplingParams
-from deepinfer.engine.async_engine import wire
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.data_parallel import group_engine
 from deepinfer.engine.data_parallel.balancer import FewestTokens, RankLoad
@@ -29,7 +28,7 @@ from deepinfer.engine.step_log import EngineMetrics
 from deepinfer.errors import ConfigError, EngineDeadError, InvalidRequestError
 from deepinfer.models.deepseek_v41.make_checkpoint import make_checkpoint
 from deepinfer.platforms.cuda import CudaPlatform
-from process_kit import gone
+from process_kit import children, gone, pause
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "deepseek_v41" / "tiny.json"
 SETTINGS: dict[str, Any] = {
@@ -177,15 +176,6 @@ def test_one_long_answer_beside_an_empty_rank(dense: LLM, llama: str) -> None:
     assert engine.rank_counts()[1] == blocks, "dummy rows go to the null block"
 
 
-def pause(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    end = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T" for pid in pids):
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def queue_steps(llm: LLM, nth: slice) -> list[dict[str, int]]:
     """Steps by kind of each rank for a queue that is there before the first of them."""
     engine = llm.engine
@@ -236,20 +226,6 @@ def test_what_was_aborted_is_gone_from_every_rank(dense: LLM) -> None:
     assert dense.logits([1, 2, 3]).shape[0] == 3
 
 
-def test_metrics_that_a_rank_cannot_give_are_an_error_of_the_question(dense: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = ranks_of(dense)
-    ask = group._ask
-
-    def broken(question: Any, ranks: Any) -> list[Any]:
-        return [*ask(question, ranks)[:-1], wire.Measured(0, None, wire.ErrorData.of(ConfigError("a counter is broken")))]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(group, "_ask", broken)
-        with pytest.raises(ConfigError, match=r"^rank 1 of 2: a counter is broken$"):
-            dense.metrics()
-    assert len(group.rank_metrics()) == 2 and group.fault is None
-
-
 def test_grammars_reach_the_ranks() -> None:
     pytest.importorskip("xgrammar")
     form = SamplingParams(temperature=1.0, seed=1, max_tokens=8, structured_outputs={"regex": "(ab|cd){4,}"})
@@ -257,10 +233,6 @@ def test_grammars_reach_the_ranks() -> None:
         outputs = llm.generate(["one", "two", "three"], form, use_tqdm=False)
     for output in outputs:
         assert re.fullmatch("(ab|cd)*[ac]?", output.outputs[0].text) and len(output.outputs[0].text) > 3
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize(

@@ -214,8 +214,8 @@ def test_a_completion_process_that_hangs_holds_no_block_past_the_lease(pair: Pre
             waiting = asyncio.create_task(last_of(pair.generate("hangs " * 20, GREEDY)))
             await at_decode(pair)
             began = time.monotonic()
-            assert in_use((await pair._prompt.line.call(wire.Count)).counts)
-            while in_use((await pair._prompt.line.call(wire.Count)).counts):
+            assert in_use(await pair._prompt.line.call(wire.Count))
+            while in_use(await pair._prompt.line.call(wire.Count)):
                 assert time.monotonic() - began < LEASE + 1.5
                 await asyncio.sleep(0.05)
             assert time.monotonic() - began > LEASE - 1.5

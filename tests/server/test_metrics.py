@@ -231,39 +231,50 @@ def test_no_client_makes_a_label(counted: Served) -> None:
     assert {dict(key).get("endpoint") for _, key in new} <= {None, "/v1/models", "/v1/models/{name:path}", "/v1/completions"}
 
 
-class Engine:
-    """Answers when it is told to."""
+class Ranks:
+    """Two engines; the second one answers when it is told to."""
+
+    engines = ("rank0", "rank1")
 
     def __init__(self, metrics: Any) -> None:
-        self.metrics_now, self.asked = metrics, 0
+        self.metrics_now, self.asked = metrics, {"rank0": 0, "rank1": 0}
         self.answers = asyncio.Event()
-        self.answers.set()
 
-    async def metrics(self) -> dict[str, Any]:
-        self.asked += 1
-        await self.answers.wait()
-        return {"engine": self.metrics_now}
+    async def measure(self, engine: str) -> Any:
+        self.asked[engine] += 1
+        if engine == "rank1":
+            await self.answers.wait()
+        return self.metrics_now
 
 
 def test_who_scrapes_never_waits_for_a_long_step(snapshot: EngineMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And sees who did not answer, beside the newest numbers of those who did."""
     monkeypatch.setattr("deepinfer.server.metrics.snapshots.PATIENCE", 0.2)
     monkeypatch.setattr("deepinfer.server.metrics.snapshots.FRESH", 0.0)
 
+    def page(snapshots: dict[str, Snapshot]) -> dict[tuple[str, str], float]:
+        made = (s for family in families("m", snapshots) for s in family.samples)
+        return {(s.name.removeprefix("deepinfer:"), s.labels["engine"]): s.value for s in made if len(s.labels) == 2}
+
     async def look() -> None:
-        engine = Engine(snapshot)
-        engine.answers.clear()
-        snapshots = Snapshots(engine)  # type: ignore[arg-type]
-        assert await snapshots.newest() == {}, "nothing is known yet"
-        engine.answers.set()
-        await asyncio.sleep(0)
-        assert (await snapshots.newest())["engine"].metrics is snapshot
-        engine.answers.clear()
-        asked, began = engine.asked, time.monotonic()
+        ranks = Ranks(snapshot)
+        snapshots = Snapshots(ranks)  # type: ignore[arg-type]
+        shown = page(await snapshots.newest())
+        assert shown["engine_answers", "rank0"] == 1 and shown["output_tokens_total", "rank0"] == 36
+        assert shown["engine_answers", "rank1"] == 0 and ("output_tokens_total", "rank1") not in shown, "nothing is known yet"
+        ranks.answers.set()
+        while snapshots.asking:
+            await asyncio.sleep(0)
+        assert page(await snapshots.newest())["engine_answers", "rank1"] == 1
+        ranks.answers.clear()
+        asked, began = dict(ranks.asked), time.monotonic()
         both = await asyncio.gather(snapshots.newest(), snapshots.newest())
-        assert engine.asked == asked + 1, "who comes meanwhile waits for the same answer"
-        assert all(each["engine"].metrics is snapshot and each["engine"].age >= 0.2 for each in both)
+        assert ranks.asked == {name: count + 1 for name, count in asked.items()}, "who comes meanwhile waits for the same answer"
+        for shown in map(page, both):
+            assert [shown["engine_answers", name] for name in ranks.engines] == [1, 0]
+            assert shown["output_tokens_total", "rank1"] == 36 and shown["snapshot_age_seconds", "rank1"] >= 0.2
         assert time.monotonic() - began < 5
-        assert snapshots.asking is not None and snapshots.asking.cancel()
+        assert [task.cancel() for task in snapshots.asking] == [True]
 
     asyncio.run(look())
 

@@ -19,7 +19,7 @@ from deepinfer.engine.kv_store import StoreTraffic
 from deepinfer.engine.request import EngineRequest, SequenceDelta, Timing, TokenLogprobs
 from deepinfer.engine.roles import CompletionRole, PromptRole
 from deepinfer.engine.step_loop import Launched
-from deepinfer.errors import DeepInferError
+from deepinfer.errors import DeepInferError, ErrorData
 from deepinfer.outputs import FinishReason
 from deepinfer.worker.logprobs import HostLogprobs
 from deepinfer.worker.sampling_state import RowSampling
@@ -198,7 +198,7 @@ class Answers:
             elif finish == "error":
                 late = self._role.late(handle) if isinstance(self._role, CompletionRole) else None
                 if late is not None:
-                    delta.error_kind = type(late).__name__
+                    delta.error_kind = ErrorData.of(late).kind
                 delta.error = error or (str(late) if late else "the engine ended this request")
             self._forget(handle, answer)
         return delta

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer.errors import DeepInferError
+from deepinfer.errors import DeepInferError, ErrorData
 from deepinfer.models.images import ImageSpan
 from deepinfer.outputs import FinishReason
 from deepinfer.sampling import SamplingParams
@@ -121,9 +121,8 @@ class SequenceDelta:
 
     def failed(self, error: DeepInferError) -> SequenceDelta:
         """The answer's end with an error, after what was told before this delta."""
-        return SequenceDelta(
-            self.request_id, self.index, [], "error", timing=self.timing, error=str(error), error_kind=type(error).__name__
-        )
+        data = ErrorData.of(error)
+        return SequenceDelta(self.request_id, self.index, [], "error", timing=self.timing, error=data.message, error_kind=data.kind)
 
 
 class EngineLike(Protocol):

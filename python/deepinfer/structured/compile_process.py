@@ -23,6 +23,7 @@ import struct
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def serve(sock: socket.socket, memory: int, seconds: float) -> int:
     try:
         compiler = Compiler(pickle.loads(first[1]))
     except Exception as e:
-        send(sock, {"error": f"{type(e).__name__}: {e}", "kind": type(e).__name__})
+        send(sock, {"error": asdict(errors.ErrorData.of(e))})
         return 1
     limit(memory)
     send(sock, {"ready": True, "pid": os.getpid()})
@@ -132,18 +133,19 @@ def serve(sock: socket.socket, memory: int, seconds: float) -> int:
         said, source = message
         # Of the kernel, in case that the parent is stopped or its thread is held up.
         signal.setitimer(signal.ITIMER_REAL, max(2 * seconds, _LEAST_ALARM))
+        answer: dict[str, Any] = {}
+        data, failed = b"", None
         try:
             made = compiler.compile(said["kind"], source.decode(), dict(said["options"]))
-            answer: dict[str, Any] = {"reports": made.reports, "seconds": made.seconds}
-            data = made.data
+            answer, data = {"reports": made.reports, "seconds": made.seconds}, made.data
         except MemoryError:
-            answer, data = {"error": "compiling it takes too much memory; make it smaller", "kind": "GrammarTimeoutError"}, b""
+            failed = errors.ErrorData.of(errors.GrammarTimeoutError("compiling it takes too much memory; make it smaller"))
         except errors.GrammarError as e:
-            answer, data = {"error": str(e), "kind": type(e).__name__}, b""
+            failed = errors.ErrorData.of(e)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        send(sock, answer, data)
-        if answer.get("kind") == "GrammarTimeoutError":
+        send(sock, answer if failed is None else {"error": asdict(failed)}, data)
+        if failed is not None and failed.kind == errors.GrammarTimeoutError.__name__:
             return 0  # its memory is in pieces: another process goes on
         del data, answer
     return 0

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, GrammarBusyError, GrammarError, GrammarTimeoutError
+from deepinfer.errors import DeepInferError, EngineDeadError, ErrorData, GrammarBusyError, GrammarError, GrammarTimeoutError
 from deepinfer.structured import bindings
 from deepinfer.structured.compile_process import receive, send
 from deepinfer.structured.compiler import Compiled
@@ -235,9 +235,10 @@ class _Worker:
             raise GrammarTimeoutError(_ended_by(how))
         said, data = message
         if "error" in said:
-            if said["kind"] == "GrammarTimeoutError":
+            error = ErrorData(**said["error"]).exception()
+            if isinstance(error, GrammarTimeoutError):
                 self._kill()
-            raise (GrammarTimeoutError if said["kind"] == "GrammarTimeoutError" else GrammarError)(said["error"])
+            raise error
         return Compiled(data, tuple(said["reports"]), time.monotonic() - start)
 
     def _await_ready(self, task: Task) -> None:
@@ -254,8 +255,7 @@ class _Worker:
             raise EngineDeadError(f"the process that compiles grammars ended at its start ({how})")
         if "error" in message[0]:
             self._kill()
-            kind = ConfigError if message[0]["kind"] == "ConfigError" else EngineDeadError
-            raise kind(f"the process that compiles grammars cannot start: {message[0]['error']}")
+            raise ErrorData(**message[0]["error"]).told_by("the process that compiles grammars cannot start").exception()
         self._ready = True
 
     def _answer(self, task: Task, deadline: float, late: Callable[[], DeepInferError]) -> tuple[dict[str, Any], bytes] | None:

@@ -99,18 +99,27 @@ class AsyncLLM(AsyncFront):
         """Logits float32 ``[len(token_ids), vocab_size]`` of every position, in one forward."""
         await self.ready()
         ids = [int(i) for i in token_ids]
-        done = await self._line.call(lambda number: wire.Logits(number, ids))
-        return done.values
+        values: NDArray[np.float32] = await self._line.call(lambda number: wire.Logits(number, ids))
+        return values
 
     async def core_counts(self) -> _core.Counts:
         """The engine's blocks and state slots by state."""
         await self.ready()
-        return (await self._line.call(wire.Count)).counts
+        counts: _core.Counts = await self._line.call(wire.Count)
+        return counts
 
-    async def metrics(self) -> dict[str, EngineMetrics]:
-        """Everything that is counted, of ``"engine"``: see the base."""
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """``"engine"``, or of several ranks ``"rank0"`` and so on."""
+        ranks = self.config.data_parallel_size
+        return ("engine",) if ranks == 1 else tuple(f"rank{rank}" for rank in range(ranks))
+
+    async def measure(self, engine: str) -> EngineMetrics:
+        """See the base. Raises NoAnswerError if a rank does not answer."""
         await self.ready()
-        return {"engine": (await self._line.call(wire.Measure)).metrics}
+        rank = self.engines.index(engine)
+        measured: EngineMetrics = await self._line.call(lambda number: wire.Measure(number, rank))
+        return measured
 
     @property
     def restarts(self) -> dict[str, int]:

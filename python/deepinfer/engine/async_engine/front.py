@@ -24,7 +24,7 @@ from deepinfer.engine.output_processor import OutputMode, OutputProcessor, check
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.engine.text_side import TextSide
 from deepinfer.engine.tokenizer import Tokenizer
-from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, InvalidRequestError
+from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, InvalidRequestError, fresh
 from deepinfer.outputs import RequestOutput
 from deepinfer.sampling import SamplingParams
 from deepinfer.structured.matcher import ReadyGrammar
@@ -73,7 +73,7 @@ class _Mailbox:
         output, self._output = self._output, None
         if output is None:
             assert self._error is not None
-            raise type(self._error)(*self._error.args)
+            raise fresh(self._error)
         if self._error is None:
             self._news.clear()
         return output
@@ -171,7 +171,7 @@ class AsyncFront(ABC):
         if self._loop is not None and self._loop is not loop:
             raise InvalidRequestError(f"this {type(self).__name__} belongs to another event loop; create one in each loop")
         if self._dead is not None:
-            raise type(self._dead)(*self._dead.args)
+            raise fresh(self._dead)
         if self._connecting is None:
             self._loop = loop
             self._connecting = loop.create_task(self._start())
@@ -234,10 +234,21 @@ class AsyncFront(ABC):
         """Whether prompts may have images; known after :meth:`ready`."""
         return self._ready_inputs.limits.images is not None
 
+    @property
     @abstractmethod
+    def engines(self) -> tuple[str, ...]:
+        """Names of the engines that count, each by itself."""
+
+    @abstractmethod
+    async def measure(self, engine: str) -> EngineMetrics:
+        """Everything that one of :attr:`engines` counts. It answers between two steps, so when its step in work has been planned and
+        handed out at the latest; one that is being started again, when it is up. Raises what it cannot be had for, which concerns
+        nobody else."""
+
     async def metrics(self) -> dict[str, EngineMetrics]:
-        """Everything that is counted, of each engine process by its name. A process answers between two steps, so when its step in work
-        has been planned and handed out at the latest; one that is being started again, when it is up."""
+        """Everything that is counted, of each engine by its name; see :meth:`measure`, which waits for none of the others."""
+        names = self.engines
+        return dict(zip(names, await asyncio.gather(*map(self.measure, names)), strict=True))
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -340,7 +351,7 @@ class AsyncFront(ABC):
         """Answers a prepared request, as :meth:`generate` does."""
         request_id = prepared.request.request_id
         if self._dead is not None:
-            raise type(self._dead)(*self._dead.args)
+            raise fresh(self._dead)
         self._check_id(request_id)
         box = self._boxes[request_id] = _Mailbox(prepared.mode)
         try:

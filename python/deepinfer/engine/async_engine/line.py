@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.async_engine.child import EngineChild, SharedEngine
-from deepinfer.errors import DeepInferError, EngineDeadError
+from deepinfer.errors import DeepInferError, EngineDeadError, fresh
 
 if TYPE_CHECKING:
     from deepinfer.structured.matcher import ReadyGrammar
@@ -145,9 +145,9 @@ class EngineLine:
             self._writer.write(wire.pack(message))
 
     async def call(self, question: Callable[[int], Any]) -> Any:
-        """Sends ``question(number)`` and waits for the message that answers that number. Raises what it failed with."""
+        """Sends ``question(number)`` and waits for the value that answers that number. Raises what it failed with."""
         if self._over is not None:
-            raise type(self._over)(*self._over.args)
+            raise fresh(self._over)
         number = next(self._numbers)
         waiting = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
@@ -175,18 +175,17 @@ class EngineLine:
         waiting = self._calls.get(message.call)
         if waiting is None or waiting.done():
             return
-        error = None if isinstance(message, wire.Counted) else message.error
-        if error is None:
-            waiting.set_result(message)
+        if message.error is None:
+            waiting.set_result(message.value)
         else:
-            waiting.set_exception(error.exception())
+            waiting.set_exception(message.error.exception())
 
     def fail_calls(self, error: DeepInferError) -> None:
         """Nobody will answer any more."""
         self._over = error
         for waiting in self._calls.values():
             if not waiting.done():
-                waiting.set_exception(type(error)(*error.args))
+                waiting.set_exception(fresh(error))
 
     async def drain(self) -> None:
         """Waits until what was sent has left."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.async_engine.connections import Connection, Connections
+from deepinfer.errors import ErrorData
 from deepinfer.structured.matcher import SHELF
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class EngineLoop:
         self._commands: deque[tuple[Connection, Any]] = deque()
         self._open = True
         self._beside = _Beside()
+        self._asked = 0  # questions that the engine has not answered yet
 
     def stop(self, *_: object) -> None:
         """Ends the loop after the step in work; also the SIGTERM handler."""
@@ -105,7 +107,7 @@ class EngineLoop:
             else:
                 tend = getattr(engine, "tend", None)  # of an engine that keeps something beyond itself
                 fd, seconds = (tend() if tend is not None else None) or (None, 1.0)
-                if self._beside.busy:
+                if self._beside.busy or self._asked:
                     seconds = min(seconds, self.beat)
                     self.fronts.broadcast(wire.Beat())
                 self._wait(fd, seconds)
@@ -118,40 +120,43 @@ class EngineLoop:
                     engine.add_request(added.opened())
                     self.fronts.own(front, added.request.request_id, added.request.params.n)
                 except Exception as e:
-                    front.send(wire.Rejected(added.request.request_id, wire.ErrorData.of(e)))
+                    front.send(wire.Rejected(added.request.request_id, ErrorData.of(e)))
             case wire.TakeOver(request_id, record, grammar):
                 try:
                     engine.take_over(record, wire.open_grammar(grammar))
                 except Exception as e:
-                    front.send(wire.Rejected(request_id, wire.ErrorData.of(e)))
+                    front.send(wire.Rejected(request_id, ErrorData.of(e)))
             case wire.Learn(vocabulary):
                 SHELF.expect(vocabulary.fingerprint)
                 self._beside.do(front, lambda: SHELF.learn(vocabulary))
                 if (learn := getattr(engine, "learn", None)) is not None:  # of an engine whose matchers are in other processes
                     learn(vocabulary)
-            case wire.Warm(call, grammar):
-                self._beside.do(front, lambda: _warm(call, grammar))
+            case wire.Warm() as warm:
+                self._beside.do(front, lambda: _answer(warm, lambda: SHELF.warm(warm.grammar)))
             case wire.Abort(request_id):
                 self.fronts.over(request_id)
                 engine.abort(request_id)
             case wire.StopAt(request_id, index, num_tokens):
                 engine.stop_at(request_id, index, num_tokens)
-            case wire.Logits(call, token_ids):
-                try:
-                    front.send(wire.LogitsDone(call, engine.logits(token_ids)))
-                except Exception as e:
-                    front.send(wire.LogitsDone(call, None, wire.ErrorData.of(e)))
-            case wire.Count(call):
-                front.send(wire.Counted(call, engine.core_counts()))
-            case wire.Measure(call):
-                try:
-                    front.send(wire.Measured(call, engine.metrics()))
-                except Exception as e:  # a model's own counters; nothing that the steps need
-                    front.send(wire.Measured(call, None, wire.ErrorData.of(e)))
+            case wire.Logits() | wire.Count() | wire.Measure():
+                self._ask(engine, command, front)
             case wire.Wake():
                 engine.wake()
             case wire.Close():
                 self.stop()
+
+    def _ask(self, engine: EngineLike, question: wire.Question, front: Connection) -> None:
+        ask = getattr(engine, "ask", None)  # of an engine whose answers come from other processes, while this loop goes on
+        if ask is None:
+            front.send(_answer(question, lambda: _found(engine, question)))
+            return
+
+        def answered(answer: wire.Answer) -> None:
+            self._asked -= 1
+            front.send(answer)
+
+        self._asked += 1
+        ask(question, answered)
 
     def send(self, message: Any) -> None:
         """Tells every front."""
@@ -170,12 +175,22 @@ class EngineLoop:
         self._read()
 
 
-def _warm(call: int, grammar: Any) -> wire.Warmed:
+def _answer(question: wire.Question | wire.Warm, find: Callable[[], Any]) -> wire.Answer:
+    """What ``find`` gives, or raises: whatever it is, only who asked is told."""
     try:
-        SHELF.warm(grammar)
+        return wire.Answer(question.call, find())
     except Exception as e:
-        return wire.Warmed(call, wire.ErrorData.of(e))
-    return wire.Warmed(call)
+        return wire.Answer(question.call, error=ErrorData.of(e))
+
+
+def _found(engine: EngineLike, question: wire.Question) -> Any:
+    match question:
+        case wire.Logits():
+            return engine.logits(question.token_ids)
+        case wire.Count():
+            return engine.core_counts()
+        case wire.Measure():
+            return engine.metrics()
 
 
 class _Beside:
@@ -256,7 +271,7 @@ def serve(sock: socket.socket, door: socket.socket | None = None) -> int:
     except BaseException as e:
         if engine is not None and loop.is_left():
             return 0  # the ranks of a group do not end in one moment, and whoever started them wants nothing any more
-        loop.send(wire.Died(wire.ErrorData.of(e)))
+        loop.send(wire.Died(ErrorData.of(e)))
         if engine is not None:
             raise  # a fault in a running engine: the trace belongs on stderr
         return 1

@@ -1,6 +1,7 @@
 """What goes over the socket between front and engine process.
 
-Owns: messages, their framing (8 bytes of length, then a pickle), and errors as data. Never touches: what is done with them.
+Owns: messages, and their framing (8 bytes of length, then a pickle). Never touches: what is done with them. Errors travel as
+`deepinfer.errors.ErrorData`.
 Both ends are this program, started by one user; nothing else can reach the socket, which has no name.
 """
 
@@ -12,16 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from deepinfer import errors
 from deepinfer.engine.request import EngineRequest, SequenceDelta
+from deepinfer.errors import ErrorData, InvalidRequestError
 from deepinfer.models.images import ImageProcessor
 
 if TYPE_CHECKING:
-    from deepinfer import _core
-    from deepinfer.engine.step_log import EngineMetrics
     from deepinfer.structured.matcher import ReadyGrammar
     from deepinfer.structured.vocabulary import Vocabulary
     from deepinfer.worker.grammar import Grammar
@@ -46,7 +42,7 @@ def pack_grammar(grammar: Callable[[], Grammar] | None) -> bytes | None:
     try:
         return pickle.dumps(grammar, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as e:
-        raise errors.InvalidRequestError(
+        raise InvalidRequestError(
             f"the request's grammar cannot be sent to the engine process ({type(e).__name__}: {e}); make it picklable"
         ) from e
 
@@ -58,7 +54,7 @@ def open_grammar(packed: bytes | None) -> Callable[[], Grammar] | None:
     try:
         grammar: Callable[[], Grammar] = pickle.loads(packed)
     except Exception as e:
-        raise errors.InvalidRequestError(
+        raise InvalidRequestError(
             f"the engine process cannot read the request's grammar ({type(e).__name__}: {e}); make its class importable there"
         ) from e
     return grammar
@@ -90,7 +86,7 @@ class Learn:
 
 @dataclass(slots=True)
 class Warm:
-    """Read a grammar beside the steps, before requests come that follow it; answered by :class:`Warmed`."""
+    """Read a grammar beside the steps, before requests come that follow it; answered by :class:`Answer`."""
 
     call: int
     grammar: ReadyGrammar
@@ -123,24 +119,31 @@ class StopAt:
 
 @dataclass(slots=True)
 class Logits:
-    """Compute logits of all positions; answered by :class:`LogitsDone`."""
+    """Compute logits of all positions: float32 ``[len(token_ids), vocab_size]``."""
 
     call: int
     token_ids: list[int]
+    rank: int = 0
 
 
 @dataclass(slots=True)
 class Count:
-    """Count blocks and state slots; answered by :class:`Counted`."""
+    """Count blocks and state slots by state, of a group those of one rank."""
 
     call: int
+    rank: int = 0
 
 
 @dataclass(slots=True)
 class Measure:
-    """Copy everything that is counted; answered by :class:`Measured`."""
+    """Copy everything that is counted into an `EngineMetrics`, of a group that of one rank."""
 
     call: int
+    rank: int = 0
+
+
+Question = Logits | Count | Measure
+"""What is asked of an engine; answered by :class:`Answer`."""
 
 
 @dataclass(slots=True)
@@ -151,27 +154,6 @@ class Wake:
 @dataclass(slots=True)
 class Close:
     """End the process."""
-
-
-@dataclass(slots=True)
-class ErrorData:
-    """An exception as data: its class by name, so that an error of a foreign library needs no import in the front."""
-
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> ErrorData:
-        """Keeps the class of our own errors; of others, the name goes into the message."""
-        kind = type(error).__name__
-        if isinstance(error, errors.DeepInferError) and hasattr(errors, kind):
-            return cls(kind, str(error))
-        return cls("EngineDeadError", f"{kind}: {error}")
-
-    def exception(self) -> errors.DeepInferError:
-        """The exception again."""
-        made: errors.DeepInferError = getattr(errors, self.kind)(self.message)
-        return made
 
 
 @dataclass(slots=True)
@@ -206,40 +188,12 @@ class Rejected:
 
 
 @dataclass(slots=True)
-class LogitsDone:
-    """Answer to :class:`Logits`."""
+class Answer:
+    """To the question of that number, and to :class:`Warm`: what was asked for, or why it cannot be had, which ends nothing else."""
 
     call: int
-    values: NDArray[np.float32] | None
+    value: Any = None
     error: ErrorData | None = None
-
-
-@dataclass(slots=True)
-class Counted:
-    """Answer to :class:`Count`."""
-
-    call: int
-    counts: _core.Counts
-
-
-@dataclass(slots=True)
-class Measured:
-    """Answer to :class:`Measure`."""
-
-    call: int
-    metrics: EngineMetrics | None
-    error: ErrorData | None = None
-
-
-@dataclass(slots=True)
-class Warmed:
-    """Answer to :class:`Warm`."""
-
-    call: int
-    error: ErrorData | None = None
-
-
-Answer = LogitsDone | Counted | Measured | Warmed
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Several ranks as one engine: what `deepinfer.engine.request.EngineLike` says, by processes of which each has an engine.
 
 Owns: the ranks' processes, which of them has which request, and what the end of one of them means. Never touches: text, tensors.
+All of it belongs to the thread that drives the group; there is no other.
 
 To who drives it the group is one, so the end of one rank is the end of all: the others are ended, and every request is told which it was
 and how. Whether ranks step together, or each by itself like an engine alone, is `EngineConfig.steps_together`.
@@ -24,9 +25,10 @@ from deepinfer.engine.async_engine.client import engine_start
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.data_parallel.balancer import Balancer, FewestTokens, RankLoad
 from deepinfer.engine.data_parallel.place import RankPlace
+from deepinfer.engine.data_parallel.questions import Questions
 from deepinfer.engine.data_parallel.rank_line import RankLine
 from deepinfer.engine.request import EngineRequest, SequenceDelta
-from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, InvalidRequestError
+from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, ErrorData, InvalidRequestError
 from deepinfer.models import resolve_model
 from deepinfer.platforms import Platform, get_platform
 
@@ -45,8 +47,8 @@ _MOST_PASSED = 2.0
 """Most seconds between two looks at the ranks that count as their silence: who did not look may have been stopped with them."""
 _FELLOWS = 0.2
 """Time that each rank is given to be seen to have ended, once one has told of an error."""
-_CALL_TIMEOUT = 60.0
-"""Longest wait for the answer to a question, seconds."""
+_PATIENCE = 60.0
+"""Longest wait for the answer to a question, seconds. It costs nobody but who asked: the group goes on meanwhile."""
 
 
 @dataclass(slots=True)
@@ -81,8 +83,7 @@ class GroupEngine:
         self._balancer: Balancer = balancer or FewestTokens()
         self._flights: dict[str, _Flight] = {}
         self._news: list[SequenceDelta] = []
-        self._answers: dict[int, Any] = {}
-        self._calls = 0
+        self._questions = Questions()
         self._looked = time.monotonic()
         self._told: set[str] = set()
         self._folder = tempfile.mkdtemp(prefix="deepinfer-ranks-")
@@ -198,7 +199,7 @@ class GroupEngine:
         look anyway."""
         if self._closed or self.fault is not None or os.getpid() != self._process:
             return None
-        return self._poll.fileno(), 0.01 if any(line.unsent for line in self._ranks) else 1.0
+        return self._poll.fileno(), 0.01 if any(line.unsent for line in self._ranks) else min(1.0, self._questions.patience)
 
     def wake(self) -> None:
         """Nothing: who starts the ranks wakes them."""
@@ -226,6 +227,7 @@ class GroupEngine:
         except DeepInferError as e:
             self._die(e)
             raise EngineDeadError(str(self.fault)) from e
+        self._questions.wait(passed)
 
     def _check_silence(self, line: RankLine, passed: float) -> None:
         """A rank that hangs is missed here, unless others step with it and miss it. ``passed``: seconds of silence since the last look, 0
@@ -252,8 +254,8 @@ class GroupEngine:
                     for index in sorted(flight.unfinished):
                         self._news.append(SequenceDelta(request_id, index, []).failed(error.exception()))
                     self._forget(request_id)
-            case wire.LogitsDone(call) | wire.Counted(call) | wire.Measured(call):
-                self._answers[call] = message
+            case wire.Answer():
+                self._questions.hear(message)
 
     def _end(self, request_id: str, index: int) -> None:
         flight = self._flights[request_id]
@@ -270,45 +272,56 @@ class GroupEngine:
 
     # Questions
 
-    def _ask(self, question: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
-        """Sends a question to ranks and waits for their answers."""
+    def ask(self, question: wire.Question, answered: Callable[[wire.Answer], None]) -> None:
+        """Asks the rank that the question names, and waits for nothing: turns bring the answer. ``answered`` is called once, in this
+        call or a later one, with the value or with an error: what the rank found wrong, NoAnswerError, or the end of the group."""
+        try:
+            self._check_open()
+        except EngineDeadError as e:
+            answered(wire.Answer(question.call, error=ErrorData.of(e)))
+            return
+        if not self._flights and not self._questions:
+            self._looked = time.monotonic()  # nobody looked until now
+        self._questions.ask(self._ranks[question.rank], question, _PATIENCE, answered)
+
+    def _wait_for(self, questions: Sequence[wire.Question]) -> list[Any]:
+        """Asks, and turns until there are answers; news of requests are kept for the next :meth:`step`. The questions' numbers are those
+        of their places."""
         self._check_open()
-        calls = []
-        for rank in ranks:
-            self._calls += 1
-            calls.append(self._calls)
-            self._ranks[rank].send(question(self._calls))
-        end = time.monotonic() + _CALL_TIMEOUT
-        while not all(call in self._answers for call in calls):
-            if time.monotonic() > end:
-                raise EngineDeadError(f"no answer from a rank within {_CALL_TIMEOUT:g} s")
-            self._poll.poll(0.05)
+        found: dict[int, wire.Answer] = {}
+        for question in questions:
+            self.ask(question, lambda answer: found.update({answer.call: answer}))
+        while len(found) < len(questions):
+            self._poll.poll(min(0.05, self._questions.patience))
             self._read()
-        return [self._answers.pop(call) for call in calls]
+        for answer in found.values():
+            if answer.error is not None:
+                raise answer.error.exception()
+        return [found[number].value for number in range(len(questions))]
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """As of an engine, by rank 0. Raises InvalidRequestError where experts are spread: such a forward needs all ranks."""
-        ids = [int(i) for i in token_ids]
-        done: wire.LogitsDone = self._ask(lambda call: wire.Logits(call, ids), [0])[0]
-        if done.error is not None:
-            raise done.error.exception()
-        assert done.values is not None
-        return done.values
+        values: NDArray[np.float32] = self._wait_for([wire.Logits(0, [int(i) for i in token_ids])])[0]
+        return values
 
     def core_counts(self) -> _core.Counts:
         """Blocks and state slots of rank 0; see :meth:`rank_counts`."""
-        counted: wire.Counted = self._ask(wire.Count, [0])[0]
-        return counted.counts
+        counts: _core.Counts = self._wait_for([wire.Count(0)])[0]
+        return counts
 
     def rank_counts(self) -> list[_core.Counts]:
         """Blocks and state slots of every rank by state."""
-        return [done.counts for done in self._ask(wire.Count, range(len(self._ranks)))]
+        return self._wait_for([wire.Count(number, number) for number in range(len(self._ranks))])
 
     def metrics(self) -> EngineMetrics:
         """Everything that is counted, of all ranks together; see :meth:`rank_metrics`."""
         from deepinfer.engine.step_log import EngineMetrics
 
         return EngineMetrics.together(self.rank_metrics())
+
+    def rank_metrics(self) -> list[EngineMetrics]:
+        """Everything that each rank counts. Raises what a rank's counters raise, or NoAnswerError, the rank named."""
+        return self._wait_for([wire.Measure(number, number) for number in range(len(self._ranks))])
 
     def kv_identity(self) -> NoReturn:
         """Names of KV are those of an engine alone."""
@@ -317,15 +330,6 @@ class GroupEngine:
     def trace(self, steps: int, path: Path) -> NoReturn:
         """A trace is of one process's steps."""
         raise ConfigError("a trace shows the steps of one engine, and there are several; leave data_parallel_size out for one")
-
-    def rank_metrics(self) -> list[EngineMetrics]:
-        """Everything that each rank counts. Raises what a rank's counters raise, the rank named."""
-        found = []
-        for line, done in zip(self._ranks, self._ask(wire.Measure, range(len(self._ranks))), strict=True):
-            if done.error is not None:
-                raise type(done.error.exception())(f"{line.name}: {done.error.message}")
-            found.append(done.metrics)
-        return found
 
     # Faults and the end
 
@@ -341,6 +345,7 @@ class GroupEngine:
             line.child.kill(signal.SIGKILL)
         self._flights.clear()
         self._news.clear()
+        self._questions.fail(self.fault)
 
     def close(self) -> None:
         """Ends every rank; idempotent. Blocks until they have ended."""
@@ -355,6 +360,7 @@ class GroupEngine:
         for line in self._ranks:
             line.child.end(2.0)
         self._flights.clear()
+        self._questions.fail(EngineDeadError("the engine was closed"))
         self._poll.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -49,7 +49,7 @@ class RankLine(Connection):
         found = list(self.read())
         for message in found:
             if isinstance(message, wire.Died):
-                raise type(message.error.exception())(f"{self.name}: {message.error.message}")
+                raise message.error.told_by(self.name).exception()
         if not self.open:
             raise EngineDeadError(f"the process of {self.name} {self.child.how_it_ended()}")
         return found

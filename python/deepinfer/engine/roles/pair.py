@@ -24,7 +24,7 @@ from deepinfer.engine.async_engine.line import EngineLine
 from deepinfer.engine.config import EngineConfig
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.engine.text_side import load_text_side
-from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, HandoverError, NoRoomError
+from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, ErrorData, HandoverError, NoRoomError, fresh
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _WINDOW = 60.0
 """Seconds within which more restarts than allowed end the pair."""
 
-_AGAIN = {kind.__name__: kind for kind in (HandoverError, NoRoomError)}
+_AGAIN = frozenset(kind.__name__ for kind in (HandoverError, NoRoomError))
 """Errors of a hand-over after which the answer is made again from its prompt."""
 
 
@@ -158,12 +158,17 @@ class PrefillDecodePair(AsyncFront):
 
     async def core_counts(self) -> dict[str, _core.Counts]:
         """Blocks and state slots by state, of ``"prompt"`` and ``"completion"``. Raises EngineDeadError if one of them ends meanwhile."""
-        return {side.name: (await self._ask(side, wire.Count)).counts for side in self._sides}
+        return {side.name: await self._ask(side, wire.Count) for side in self._sides}
 
-    async def metrics(self) -> dict[str, EngineMetrics]:
-        """Everything that is counted, of ``"prompt"`` and ``"completion"``, each since its process was started last."""
-        asked = (self._ask(side, wire.Measure) for side in self._sides)
-        return {side.name: answer.metrics for side, answer in zip(self._sides, await asyncio.gather(*asked), strict=True)}
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """``"prompt"`` and ``"completion"``."""
+        return tuple(side.name for side in self._sides)
+
+    async def measure(self, engine: str) -> EngineMetrics:
+        """See the base; since its process was started last."""
+        measured: EngineMetrics = await self._ask(self._sides[self.engines.index(engine)], wire.Measure)
+        return measured
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -173,14 +178,15 @@ class PrefillDecodePair(AsyncFront):
     async def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits float32 ``[len(token_ids), vocab_size]`` of every position, in one forward of the prompt engine."""
         ids = [int(i) for i in token_ids]
-        return (await self._ask(self._prompt, lambda number: wire.Logits(number, ids))).values
+        values: NDArray[np.float32] = await self._ask(self._prompt, lambda number: wire.Logits(number, ids))
+        return values
 
     async def _ask(self, side: _Side, question: Callable[[int], Any]) -> Any:
         """A process's answer; one that is being started again is asked when it is up."""
         await self.ready()
         await side.started.wait()
         if self._dead is not None:
-            raise type(self._dead)(*self._dead.args)
+            raise fresh(self._dead)
         return await side.line.call(question)
 
     @property
@@ -343,7 +349,7 @@ class PrefillDecodePair(AsyncFront):
     def _move(self, flight: _Flight, delta: SequenceDelta) -> None:
         request_id = flight.request.request_id
         if delta.error_kind in _AGAIN:
-            self._again(flight, _AGAIN[delta.error_kind](delta.error))
+            self._again(flight, ErrorData(delta.error_kind, delta.error or "").exception())
             return
         for later in self._later.pop(request_id, ()):
             self._start_flight(later)

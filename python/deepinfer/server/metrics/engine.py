@@ -87,16 +87,25 @@ _NOW = frozenset({"capacity", "slices", "bytes", "last_step", "balance_ratio", "
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The newest snapshot of one engine process, and how old it is in seconds."""
+    """The newest snapshot of one engine.
 
-    metrics: EngineMetrics
+    Attributes:
+        metrics: ``None`` before the first one.
+        age: of the snapshot, seconds.
+        answers: whether the engine answered when it was asked last.
+    """
+
+    metrics: EngineMetrics | None
     age: float
+    answers: bool = True
 
 
 def families(model: str, snapshots: Mapping[str, Snapshot]) -> Iterator[Metric]:
-    """Everything in the snapshots, by name of the engine process."""
-    at = [((model, engine), snapshot.metrics) for engine, snapshot in snapshots.items()]
-    ages = ((model, engine, snapshot.age) for engine, snapshot in snapshots.items())
+    """Everything in the snapshots, by name of the engine."""
+    at = [((model, engine), s.metrics) for engine, s in snapshots.items() if s.metrics is not None]
+    ages = ((model, engine, s.age) for engine, s in snapshots.items() if s.metrics is not None)
+    answers = ((model, engine, s.answers) for engine, s in snapshots.items())
+    yield _gauge("engine_answers", "whether the engine answered when it was asked last; else what is told of it is from before", answers)
     yield _gauge("snapshot_age_seconds", "age of what is told of the engine", ages)
     for name, said in COUNTERS.items():
         yield _counter(name, said, ((*labels, m.totals[name]) for labels, m in at))

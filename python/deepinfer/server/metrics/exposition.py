@@ -96,9 +96,8 @@ class ServerMetrics:
     def close(self) -> None:
         """Asks the engine no more, and leaves its counts to the other processes. May be called from another thread."""
         self.front.sync(self._state)
-        for task in (self._syncing, self._snapshots.asking):
-            if task is not None:
-                task.get_loop().call_soon_threadsafe(task.cancel)
+        for task in (*self._snapshots.asking, *([] if self._syncing is None else [self._syncing])):
+            task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 class _Page:

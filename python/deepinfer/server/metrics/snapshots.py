@@ -2,7 +2,8 @@
 
 Owns: how often and how long the engine is asked. Never touches: what is in a snapshot.
 
-An engine in a long step answers late, one that hangs or has died never: whoever scrapes then gets the snapshot before, with its age.
+An engine in a long step answers late, one that hangs or has died never: whoever scrapes then gets the snapshot before, with its age and the
+word that it did not answer.
 """
 
 from __future__ import annotations
@@ -26,30 +27,39 @@ PATIENCE = 1.0
 
 
 class Snapshots:
-    """Snapshots of an engine's processes."""
+    """Snapshots of all engines behind a front, each asked by itself: one that is late keeps back nobody else's."""
 
     def __init__(self, llm: AsyncFront) -> None:
         self._llm = llm
-        self._asking: asyncio.Task[None] | None = None
-        self._taken: dict[str, EngineMetrics] = {}
-        self._at = float("-inf")
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._taken: dict[str, tuple[EngineMetrics, float]] = {}
 
     async def newest(self) -> dict[str, Snapshot]:
-        """By engine process; empty before the first one."""
-        if time.monotonic() - self._at >= FRESH:
-            if self._asking is None or self._asking.done():
-                self._asking = asyncio.create_task(self._ask())
-            # Everybody who comes meanwhile waits for the same answer, and nobody who leaves takes it from the others.
-            await asyncio.wait({self._asking}, timeout=PATIENCE)
-        age = time.monotonic() - self._at
-        return {name: Snapshot(metrics, age) for name, metrics in self._taken.items()}
+        """By engine."""
+        names, now = self._llm.engines, time.monotonic()
+        wanted = [name for name in names if now - self._at(name) >= FRESH]
+        for name in wanted:
+            if name not in self._asking:
+                # Everybody who comes meanwhile waits for the same answer, and nobody who leaves takes it from the others.
+                task = self._asking[name] = asyncio.create_task(self._ask(name))
+                task.add_done_callback(lambda _, name=name: self._asking.pop(name))  # type: ignore[misc]
+        if waiting := [self._asking[name] for name in wanted]:
+            await asyncio.wait(waiting, timeout=PATIENCE)
+        then = time.monotonic()
+        return {
+            name: Snapshot(self._taken[name][0] if name in self._taken else None, then - self._at(name), now - self._at(name) < FRESH)
+            for name in names
+        }
 
-    async def _ask(self) -> None:
+    def _at(self, name: str) -> float:
+        return self._taken[name][1] if name in self._taken else float("-inf")
+
+    async def _ask(self, name: str) -> None:
         with contextlib.suppress(DeepInferError):
-            taken = await self._llm.metrics()
-            self._taken, self._at = taken, time.monotonic()
+            taken = await self._llm.measure(name)
+            self._taken[name] = taken, time.monotonic()
 
     @property
-    def asking(self) -> asyncio.Task[None] | None:
-        """The newest question to the engine, if there was one."""
-        return self._asking
+    def asking(self) -> list[asyncio.Task[None]]:
+        """Questions that are not answered."""
+        return list(self._asking.values())

@@ -36,7 +36,8 @@ Labels = dict[str, str]
 
 
 def _engine(labels: Labels) -> Labels:
-    return {"model_name": labels["model_name"], "engine": "1" if labels["engine"] == "completion" else "0"}
+    number = "1" if labels["engine"] == "completion" else labels["engine"].removeprefix("rank")
+    return {"model_name": labels["model_name"], "engine": number if number.isdecimal() else "0"}
 
 
 def _position(labels: Labels) -> Labels:
