@@ -35,6 +35,7 @@ HEIGHT = {
     "_core": 0,
     "collector": 0,
     "core_check": 0,
+    "scratch": 0,
 }
 
 # What a crate may depend on inside the workspace, and which one may know Python.

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from deepinfer.errors import KernelBuildError
+from deepinfer.scratch import ScratchFolder
 
 from .build_process import packed
 from .program import SM90A, Program
-from .scratch import ScratchFolder
 from .store import StoredKernel, compile_program
 
 _WORTH_A_PROCESS = 6
@@ -54,7 +54,7 @@ def build_all(programs: Sequence[Program], arch: str = SM90A, jobs: int | None =
     for program in programs:
         waiting.put(program)
     done: queue.SimpleQueue[Built] = queue.SimpleQueue()
-    with ScratchFolder() as folder:
+    with ScratchFolder("build") as folder:
         builders = [_Builder(waiting, done, arch, folder.path) for _ in range(workers)]
         try:
             for _ in programs:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.errors import KernelBuildError
-
-from .scratch import ScratchFolder
+from deepinfer.scratch import ScratchFolder
 
 _HEADERS = re.compile(r"^#include <(tl_templates/[\w/.]+)>$", re.MULTILINE)
 _HEADERS_HEAP = 512 << 20  # bytes of address space for the headers that NVRTC keeps: its own 256 MB are too few for warpgroup products
@@ -80,7 +79,7 @@ def _headers_options() -> list[str]:
     if _headers is None or not _headers.is_there:  # NVRTC refuses a folder that has gone
         if _headers is not None:
             _headers.remove()
-        _headers = ScratchFolder()
+        _headers = ScratchFolder("build")
         atexit.register(_headers.remove)
     return ["-pch", f"--pch-dir={_headers.path}"] if _headers.room() >= _HEADERS_ROOM else []
 

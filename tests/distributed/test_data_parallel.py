@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from deepinfer.engine.step_log import EngineMetrics
 from deepinfer.errors import ConfigError, EngineDeadError, InvalidRequestError
 from deepinfer.models.deepseek_v41.make_checkpoint import make_checkpoint
 from deepinfer.platforms.cuda import CudaPlatform
+from deepinfer.scratch import ScratchFolder
 from process_kit import children, gone, pause
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "deepseek_v41" / "tiny.json"
@@ -288,25 +290,30 @@ def test_a_free_rank_that_hangs_is_missed(llama: str, monkeypatch: pytest.Monkey
         assert all(gone(pid, 10) for pid in pids)
 
 
-def test_ranks_end_with_a_parent_that_was_killed(llama: str, tmp_path: Path) -> None:
+def test_ranks_end_with_a_parent_that_was_killed(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it could not remove goes with the next group."""
     script = (
         "import sys, time; from deepinfer import LLM\n"
-        f"llm = LLM({llama!r}, **{SETTINGS!r}, block_size=16, data_parallel_size=2)\n"
+        f"llm = LLM({llama!r}, **{DENSE!r}, data_parallel_size=2, step_policy='decode_first')\n"
         "print(*llm.engine.pids, flush=True); time.sleep(60)"
     )
     path = os.pathsep.join([str(Path(deepinfer.__file__).parent.parent), *sys.path])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}
-    )
+    environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
     try:
         assert parent.stdout is not None
         ranks = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(ranks) == 2
+        (left,) = tmp_path.glob("deepinfer-*")
         parent.kill()
         assert all(gone(pid, 10) for pid in ranks)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with ScratchFolder("meet"):
+            assert not left.exists()
     finally:
         parent.kill()
         parent.wait()
+    assert not list(tmp_path.glob("deepinfer-*"))
 
 
 def test_requests_go_where_there_is_room_and_least_to_do() -> None:

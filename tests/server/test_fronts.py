@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from deepinfer.scratch import ScratchFolder
 from process_kit import gone
 from server_kit import Served, children, command_of, serving
 
@@ -23,9 +25,20 @@ LONG: dict[str, Any] = {**GREEDY, "max_tokens": 480}
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(None, "--front-processes", "2") as made:
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server keeps temporary files."""
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="module")
+def served(temporary: Path) -> Iterator[Served]:
+    with serving(None, "--front-processes", "2", TMPDIR=str(temporary)) as made:
         yield made
+
+
+def counts(place: Path) -> list[Path]:
+    """Folders in which front processes count."""
+    return list(place.glob("deepinfer-*"))
 
 
 def fronts(served: Served) -> list[int]:
@@ -121,8 +134,9 @@ def test_limits_of_a_tenant_hold_over_all_fronts(tmp_path: Path) -> None:
         assert 14 <= made.count(200) <= 14 + back * 0.5 and set(made) == {200, 429}
 
 
-def test_a_signal_ends_all_of_them() -> None:
-    with serving(None, "--front-processes", "2") as served:
+def test_a_signal_ends_all_of_them(tmp_path: Path) -> None:
+    with serving(None, "--front-processes", "2", TMPDIR=str(tmp_path)) as served:
+        assert len(counts(tmp_path)) == 1
         pids = [*fronts(served), served.engine_pid()]
         done: list[int] = []
         asking = threading.Thread(target=lambda: done.append(served.post("/v1/completions", LONG).status_code))
@@ -133,10 +147,15 @@ def test_a_signal_ends_all_of_them() -> None:
         assert done == [200]  # it was let end
         assert [line for line in served.lines if "503" in line] == [], "that the engine ends with the server is no news"
         assert all(gone(pid, 10) for pid in pids)
+        assert not counts(tmp_path)
 
 
-def test_no_process_outlives_a_killed_parent(served: Served) -> None:
+def test_no_process_outlives_a_killed_parent(served: Served, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = [*fronts(served), served.engine_pid()]
     served.process.kill()
     served.process.wait(10)
     assert all(gone(pid, 15) for pid in pids)
+    (left,) = counts(temporary)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with ScratchFolder("build"):
+        assert not left.exists(), "it goes with the next that is made"

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +32,7 @@ from deepinfer.engine.async_engine.client import engine_start
 from deepinfer.engine.async_engine.line import EngineLine
 from deepinfer.engine.config import EngineConfig
 from deepinfer.errors import EngineDeadError
+from deepinfer.scratch import ScratchFolder
 from deepinfer.server.http.listen import Bound
 from deepinfer.server.metrics.exposition import SHARED
 from deepinfer.server.run import Note, Signals, before, listening
@@ -122,11 +122,11 @@ async def supervise(engine: dict[str, Any], settings: ServerSettings, bound: Bou
     """
     signals = Signals()
     config = EngineConfig.from_args(**engine)
+    folder = None if SHARED in os.environ else ScratchFolder("counts")
+    env = {**os.environ, **({} if folder is None else {SHARED: folder.place})}
+    ledger = tempfile.TemporaryFile(prefix="deepinfer-ledger-", buffering=0)  # noqa: SIM115
     child = EngineChild(door=True)
     line = EngineLine(engine_start(config), child=child)
-    folder = None if SHARED in os.environ else tempfile.mkdtemp(prefix="deepinfer-metrics-")
-    env = {**os.environ, **({} if folder is None else {SHARED: folder})}
-    ledger = tempfile.TemporaryFile(prefix="deepinfer-ledger-", buffering=0)  # noqa: SIM115
     fronts = [_Front(place, child, bound, ledger, env) for place in range(settings.front_processes)]
     keepers: list[asyncio.Task[None]] = []
     closing = False
@@ -169,7 +169,7 @@ async def supervise(engine: dict[str, Any], settings: ServerSettings, bound: Bou
         await line.close()
         ledger.close()
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()
 
 
 async def _all_ready(fronts: list[_Front]) -> None:

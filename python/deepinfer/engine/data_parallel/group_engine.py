@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +29,7 @@ from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.errors import ConfigError, DeepInferError, EngineDeadError, ErrorData, InvalidRequestError
 from deepinfer.models import resolve_model
 from deepinfer.platforms import Platform, get_platform
+from deepinfer.scratch import ScratchFolder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,7 +85,7 @@ class GroupEngine:
         self._questions = Questions()
         self._looked = time.monotonic()
         self._told: set[str] = set()
-        self._folder = tempfile.mkdtemp(prefix="deepinfer-ranks-")
+        self._folder = ScratchFolder("meet") if config.steps_together else None
         self._ranks: list[RankLine] = []
         self._poll = select.epoll()
         self._process = os.getpid()
@@ -104,7 +103,8 @@ class GroupEngine:
         self.loads = [RankLoad(r.kv_tokens, r.max_num_seqs) for r in ready]
 
     def _start(self) -> None:
-        configs = rank_configs(self.config, self.run.platform, str(Path(self._folder) / "meet"))
+        meet = None if self._folder is None else str(Path(self._folder.place) / "file")
+        configs = rank_configs(self.config, self.run.platform, meet)
         for number, config in enumerate(configs):
             line = RankLine(f"rank {number} of {len(configs)}", engine_start(config))
             self._ranks.append(line)
@@ -362,7 +362,8 @@ class GroupEngine:
         self._flights.clear()
         self._questions.fail(EngineDeadError("the engine was closed"))
         self._poll.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:
@@ -373,8 +374,9 @@ class GroupEngine:
             raise EngineDeadError(f"{self.fault}; create another one")
 
 
-def rank_configs(config: EngineConfig, platform: Platform, meet: str) -> list[EngineConfig]:
-    """Settings of each rank. Raises ConfigError where there are fewer GPUs than ranks."""
+def rank_configs(config: EngineConfig, platform: Platform, meet: str | None) -> list[EngineConfig]:
+    """Settings of each rank, which find each other in ``meet`` if they step together. Raises ConfigError where there are fewer GPUs than
+    ranks."""
     size = config.data_parallel_size
     found = []
     for rank in range(size):

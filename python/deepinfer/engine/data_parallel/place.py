@@ -11,14 +11,14 @@ class RankPlace:
 
     Attributes:
         rank, size: number of the rank, and how many there are.
-        meet: a file in which they find each other; it must not exist before.
+        meet: a file in which they find each other, which must not exist before; ``None`` for ranks that step by themselves.
         spread_experts: whether each has a part of the experts only.
         timeout: seconds that a rank waits for another within a step. One whose process ends is noticed at once.
     """
 
     rank: int
     size: int
-    meet: str
+    meet: str | None
     spread_experts: bool
     timeout: float
 

@@ -1,6 +1,7 @@
-"""Folders for what the compiler writes on its way and nobody keeps, a gigabyte a process.
+"""Folders for what is written on the way and nobody keeps.
 
-Owns: making and removing them, also those of processes that were ended by force. Never touches: what is in them.
+Owns: making and removing them, also those of processes that were ended by force. Never touches: what is in them. A leaf: anybody may have
+one.
 """
 
 from __future__ import annotations
@@ -12,34 +13,49 @@ import shutil
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self, get_args
 
-_PREFIX = "deepinfer-build-"
+from deepinfer.errors import ConfigError
+
+Kind = Literal["build", "meet", "counts"]
+"""What is in it: what the compiler of kernels writes (a gigabyte a process), the file in which ranks find each other, what front processes
+count."""
 
 
 class ScratchFolder:
-    """A folder that is this process's until :meth:`remove`, which whoever makes the next one does for a process that could not.
+    """A folder that is this process's until :meth:`remove`. A process that could not remove its own, since it was killed, leaves that to
+    whoever makes the next one, of any kind.
 
-    It is in use as long as somebody holds its lock, which no end of a process leaves behind.
+    It is in use as long as its process holds a lock on it, which no end of a process leaves behind.
+
+    Args:
+        kind: what is to be in it; its name tells.
 
     Attributes:
         path: where it is; ``None`` if there is no place for temporary files.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
         self.path: str | None = None
         self._lock = -1
         self._process = os.getpid()
         with contextlib.suppress(OSError):
             _sweep(Path(tempfile.gettempdir()))
             while self.path is None:
-                path = tempfile.mkdtemp(prefix=_PREFIX)
+                path = tempfile.mkdtemp(prefix=_prefix(kind))
                 lock = os.open(path, os.O_RDONLY)
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if os.path.isdir(path):
                     self.path, self._lock = path, lock
                 else:  # swept before it was locked
                     os.close(lock)
+
+    @property
+    def place(self) -> str:
+        """Where it is. Raises ConfigError if there is no place for temporary files."""
+        if self.path is None:
+            raise ConfigError("there is no folder for temporary files in which one may write; make one, or name another by TMPDIR")
+        return self.path
 
     @property
     def is_there(self) -> bool:
@@ -67,9 +83,13 @@ class ScratchFolder:
         self.remove()
 
 
+def _prefix(kind: Kind) -> str:
+    return f"deepinfer-{kind}-"
+
+
 def _sweep(parent: Path) -> None:
     """Removes folders of this user that no process holds."""
-    for path in parent.glob(f"{_PREFIX}*"):
+    for path in (path for kind in get_args(Kind) for path in parent.glob(f"{_prefix(kind)}*")):
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

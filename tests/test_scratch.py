@@ -1,8 +1,9 @@
-"""What the compiler writes on its way, about a gigabyte a process: gone with the process, or with the next; and no need for it."""
+"""What is written on the way, by compilers about a gigabyte a process: gone with the process, or with the next; and no need for it."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cli.running import environment
-from deepinfer.errors import KernelBuildError
+from deepinfer.errors import ConfigError, KernelBuildError
 from deepinfer.kernels.toolchain import nvrtc
-from deepinfer.kernels.toolchain.scratch import ScratchFolder
+from deepinfer.scratch import ScratchFolder
 from kernel_kit import needs_compiler
 
 SOURCE = 'extern "C" __global__ void f_kernel(float* x) { x[0] = 1; }'
@@ -41,6 +42,46 @@ def beside(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, env=environment(), text=True)
 
 
+HOLD = """
+from deepinfer.scratch import ScratchFolder
+with ScratchFolder({kind!r}) as folder:
+    open(folder.place + "/file", "w").close()
+    print(folder.place, flush=True)
+    input()
+"""
+
+
+@pytest.mark.parametrize("end", [None, signal.SIGTERM, signal.SIGKILL], ids=["by itself", "terminated", "killed"])
+@pytest.mark.parametrize("kind", ["meet", "counts"])
+def test_what_a_process_leaves_goes_with_the_next_of_any_kind(kind: str, end: signal.Signals | None, place: Path) -> None:
+    with beside(HOLD.format(kind=kind)) as process:
+        assert process.stdout is not None and process.stdin is not None
+        left = Path(process.stdout.readline().strip())
+        assert list(place.iterdir()) == [left] and left.name.startswith(f"deepinfer-{kind}-")
+        with ScratchFolder("build") as own:
+            assert (left / "file").exists() and own.is_there, "in use"
+        if end is None:
+            process.stdin.write("\n")
+            process.stdin.close()
+        else:
+            process.send_signal(end)
+        process.wait(60)
+    assert left.exists() is (end is not None)
+    (foreign := place / "of somebody else").mkdir()
+    with ScratchFolder("build"):
+        assert not left.exists()
+    assert list(place.iterdir()) == [foreign]
+
+
+def test_no_place_for_temporary_files_is_told_to_who_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_place(**_: str) -> str:
+        raise FileNotFoundError("no usable temporary folder")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", no_place)
+    with ScratchFolder("meet") as folder, pytest.raises(ConfigError, match="name another by TMPDIR"):
+        assert folder.place
+
+
 @needs_compiler
 def test_what_the_compiler_keeps_is_gone_with_the_process(place: Path) -> None:
     with beside(COMPILE) as process:
@@ -53,13 +94,13 @@ def test_what_a_killed_process_leaves_goes_with_the_next(place: Path) -> None:
     with beside(f"{COMPILE}input()") as process:
         assert process.stdout is not None and process.stdout.readline().strip() != "0"
         (left,) = place.iterdir()
-        with ScratchFolder() as own:
+        with ScratchFolder("build") as own:
             assert left.is_dir() and own.path is not None, "in use"
         assert list(place.iterdir()) == [left]
         process.kill()
     assert any(left.iterdir())
     (foreign := place / "of somebody else").mkdir()
-    with ScratchFolder():
+    with ScratchFolder("build"):
         assert not left.exists()
     assert list(place.iterdir()) == [foreign]
 
@@ -97,7 +138,7 @@ def test_kernels_are_built_where_there_is_no_room(room: str, place: Path, monkey
 
 
 def test_a_fork_removes_nothing(place: Path) -> None:
-    with ScratchFolder() as folder:
+    with ScratchFolder("build") as folder:
         child = os.fork()
         if not child:
             folder.remove()
