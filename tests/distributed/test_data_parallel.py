@@ -238,15 +238,19 @@ def test_grammars_reach_the_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "settings"),
+    ("model", "settings", "end"),
     [
-        ("v41", {**SETTINGS, "expert_parallel": True}),
-        ("llama", DENSE),
-        pytest.param("llama", {**DENSE, "step_policy": "decode_first"}, marks=pytest.mark.nightly),
+        ("v41", {**SETTINGS, "expert_parallel": True}, signal.SIGKILL),
+        ("v41", {**SETTINGS, "expert_parallel": True}, signal.SIGTERM),
+        ("llama", DENSE, signal.SIGKILL),
+        pytest.param("llama", {**DENSE, "step_policy": "decode_first"}, signal.SIGKILL, marks=pytest.mark.nightly),
     ],
-    ids=["experts", "free", "voted"],
+    ids=["experts", "experts-terminated", "free", "voted"],
 )
-def test_the_end_of_a_rank_is_told_and_leaves_nobody(request: pytest.FixtureRequest, model: str, settings: dict[str, Any]) -> None:
+def test_the_end_of_a_rank_is_told_and_leaves_nobody(
+    request: pytest.FixtureRequest, model: str, settings: dict[str, Any], end: signal.Signals
+) -> None:
+    """By the name of the rank that ended, although the others fail because of it and say so first."""
     path, killed = request.getfixturevalue(model), list[float]()
 
     async def run() -> None:
@@ -264,13 +268,14 @@ def test_the_end_of_a_rank_is_told_and_leaves_nobody(request: pytest.FixtureRequ
                 async for output in llm.generate({"prompt_token_ids": [number + 1] * 9}, params):
                     if number == 0 and len(output.outputs[0].token_ids) >= 5 and not killed:
                         killed.append(time.monotonic())
-                        os.kill(ranks[1], signal.SIGKILL)
+                        os.kill(ranks[1], end)
 
             told = await asyncio.gather(*(ask(number) for number in range(3)), return_exceptions=True)
             assert time.monotonic() - killed[0] < 10
             for error in told:
                 assert isinstance(error, EngineDeadError), told
-                assert "rank 1 of 2 was killed by SIGKILL" in str(error) and "group" in str(error)
+                how = "was killed by SIGKILL" if end == signal.SIGKILL else "(ended with status 0|closed its connection)"
+                assert re.search(f"the process of rank 1 of 2 {how}; .*group", str(error)), error
             assert not llm.is_running
             assert all(gone(pid, 10) for pid in (*ranks, engine))
 
@@ -288,6 +293,18 @@ def test_a_free_rank_that_hangs_is_missed(llama: str, monkeypatch: pytest.Monkey
             llm.generate([{"prompt_token_ids": [1, 2]}] * 3, SamplingParams(max_tokens=4, detokenize=False), use_tqdm=False)
         assert 2.9 < time.monotonic() - begin < 20 and "group" in str(error.value)
         assert all(gone(pid, 10) for pid in pids)
+
+
+def test_ranks_that_were_stopped_are_ended_together(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    llm = LLM(llama, **DENSE, data_parallel_size=2, step_policy="decode_first")
+    pids = ranks_of(llm).pids
+    assert len(list(tmp_path.glob("deepinfer-meet-*"))) == 1
+    pause(pids)
+    begin = time.monotonic()
+    llm.close()
+    assert time.monotonic() - begin < 4 and all(gone(pid, 0) for pid in pids)
+    assert not list(tmp_path.glob("deepinfer-*"))
 
 
 def test_ranks_end_with_a_parent_that_was_killed(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

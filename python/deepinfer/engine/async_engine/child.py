@@ -87,12 +87,18 @@ class EngineChild:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
+    def wait(self, seconds: float) -> bool:
+        """Whether the process ends within so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, seconds))
+            return True
+        return False
+
     def end(self, seconds: float = 5.0) -> None:
         """Waits for the process to end by itself, then makes it end; idempotent. Call :meth:`hang_up` first."""
         if os.getpid() != self._parent:
             return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
+        self.wait(seconds)
         self._end()
 
     def how_it_ended(self, seconds: float = 0.5) -> str:

@@ -9,6 +9,7 @@ and how. Whether ranks step together, or each by itself like an engine alone, is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -44,8 +45,10 @@ _STEP_TIMEOUT = 300.0
 noticed at once."""
 _MOST_PASSED = 2.0
 """Most seconds between two looks at the ranks that count as their silence: who did not look may have been stopped with them."""
-_FELLOWS = 0.2
-"""Time that each rank is given to be seen to have ended, once one has told of an error."""
+_FELLOWS = 1.0
+"""Time in which ranks are seen to have ended, once one that steps with them has told of an error, seconds."""
+_CLOSING = 2.0
+"""Time that all ranks together have to end by themselves, seconds."""
 _PATIENCE = 60.0
 """Longest wait for the answer to a question, seconds. It costs nobody but who asked: the group goes on meanwhile."""
 
@@ -115,7 +118,11 @@ class GroupEngine:
         while len(ready) < len(self._ranks):
             self._poll.poll(1.0)
             for number, line in enumerate(self._ranks):
-                for message in line.receive():
+                try:
+                    messages = line.receive()
+                except DeepInferError as e:
+                    raise self._first_cause(e) from e
+                for message in messages:
                     if isinstance(message, wire.Ready):
                         ready[number] = message
         return [ready[number] for number in range(len(self._ranks))]
@@ -334,10 +341,8 @@ class GroupEngine:
     # Faults and the end
 
     def _die(self, error: DeepInferError) -> None:
-        """The end of one rank is the end of all. Ranks that stepped with it fail, too, and may be heard first."""
-        killed = next((line for line in self._ranks if line.was_killed(_FELLOWS)), None) if self.config.steps_together else None
-        if killed is not None:
-            error = EngineDeadError(f"the process of {killed.name} {killed.child.how_it_ended()}")
+        """The end of one rank is the end of all."""
+        error = self._first_cause(error)
         said = f"{error}; the ranks of a group end together, and this one had {len(self._flights)} unfinished requests"
         self.fault = EngineDeadError(said)
         self.fault.__cause__ = error
@@ -346,6 +351,20 @@ class GroupEngine:
         self._flights.clear()
         self._news.clear()
         self._questions.fail(self.fault)
+
+    def _first_cause(self, error: DeepInferError) -> DeepInferError:
+        """Ranks that step with one that has gone fail, too, and may be heard first: who has gone without a word is the cause."""
+        end = time.monotonic() + (_FELLOWS if self.config.steps_together else 0.0)
+        lines = [line for line in self._ranks if not line.told]
+        while lines and time.monotonic() < end:
+            for line in lines:
+                with contextlib.suppress(DeepInferError):
+                    line.receive()
+                if not line.open and not line.told:
+                    return EngineDeadError(f"the process of {line.name} {line.child.how_it_ended()}")
+            lines = [line for line in lines if not line.told]
+            time.sleep(0.01)
+        return error
 
     def close(self) -> None:
         """Ends every rank; idempotent. Blocks until they have ended."""
@@ -357,6 +376,11 @@ class GroupEngine:
             line.child.hang_up()
         for line in self._ranks:  # one that waits for another is not left waiting
             line.child.kill(signal.SIGTERM)
+        end = time.monotonic() + _CLOSING
+        for line in self._ranks:
+            line.child.wait(end - time.monotonic())
+        for line in self._ranks:  # one that is stopped does not end by itself
+            line.child.kill(signal.SIGKILL)
         for line in self._ranks:
             line.child.end(2.0)
         self._flights.clear()

@@ -5,8 +5,6 @@ Owns: the process and how it ended. Never touches: which rank gets what, how byt
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 from typing import Any
 
 from deepinfer.engine.async_engine import wire
@@ -24,20 +22,16 @@ class RankLine(Connection):
 
     Attributes:
         silent: seconds that it has had work and said nothing, as who reads counts them.
+        told: whether it has told what it failed with.
     """
 
     def __init__(self, name: str, start: wire.Start) -> None:
         self.name = name
         self.silent = 0.0
+        self.told = False
         self.child = EngineChild()
         super().__init__(self.child.socket)
         self.send(start)
-
-    def was_killed(self, seconds: float) -> bool:
-        """Whether the process is ended by a signal within so many seconds."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.child.process.wait(seconds) < 0
-        return False
 
     def receive(self) -> list[Any]:
         """Sends on, and gives the messages that have come.
@@ -49,6 +43,7 @@ class RankLine(Connection):
         found = list(self.read())
         for message in found:
             if isinstance(message, wire.Died):
+                self.told = True
                 raise message.error.told_by(self.name).exception()
         if not self.open:
             raise EngineDeadError(f"the process of {self.name} {self.child.how_it_ended()}")
