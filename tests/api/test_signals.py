@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +108,22 @@ def test_a_signal_to_the_front_ends_both_processes(device: str, when: str, signa
         front.kill()
         with contextlib.suppress(Exception):
             front.communicate(timeout=5)
+
+
+def test_a_process_that_still_imports_ends_with_its_parent(tmp_path: Path) -> None:
+    """Before it can look for itself."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\nif 'deepinfer.engine.async_engine.process' in sys.orig_argv:\n    time.sleep(60)\n"
+    )
+    script = "from deepinfer.engine.async_engine.child import EngineChild\nchild = EngineChild()\nprint(child.pid, flush=True)\ninput()"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        time.sleep(0.5)
+        assert not gone(child, 0)
+        parent.kill()
+        assert gone(child, 5)

@@ -6,6 +6,7 @@ Owns: starting it, ending it for certain, and saying how it ended. Never touches
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -13,6 +14,8 @@ import subprocess
 import sys
 import threading
 import weakref
+
+_F_SETSIG = 10
 
 
 class EngineChild:
@@ -42,6 +45,7 @@ class EngineChild:
                 process_group=0,  # the terminal's Ctrl-C is the front's to handle
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             )
+            _tie(lifeline, self.process.pid)
         except BaseException:
             self.socket.close()
             os.close(ours)
@@ -158,6 +162,16 @@ class SharedEngine:
     def how_it_ended(self, seconds: float = 0.5) -> str:
         """In words, for an error message."""
         return "closed its connection" if self.alive else "has ended"
+
+
+def _tie(lifeline: int, pid: int) -> None:
+    """Has the kernel kill a process when nobody holds the other end of its lifeline any more. It looks itself, too, but not before it has
+    imported what it needs, which takes seconds."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(lifeline, fcntl.F_SETOWN, pid)
+            fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _end(process: subprocess.Popen[bytes], sock: socket.socket, lifeline: int, parent: int) -> None:
