@@ -238,7 +238,7 @@ def test_tls_between_client_and_server(tmp_path: Path) -> None:
     ("argv", "says"),
     [
         (("--set", "store.capacity=lots"), 'store.capacity: "lots" is no size'),
-        (("--set", "store.sise=1"), "STORE_SISE names no setting"),
+        (("--set", "store.sise=1"), "--set store.sise names no setting: deepinfer kvstore serve --print-settings"),
         (("--set", "store.capacity"), "give KEY=VALUE"),
         (("--set", "media.kind=striped"), "media.domains: 0 are given: name exactly 12"),
         (("--set", "listen=0.0.0.0:0"), "can be reached from elsewhere: give tokens for"),

@@ -147,6 +147,23 @@ pub fn set(table: &mut Table, key: &str, value: Value) -> Result<(), Error> {
     Ok(())
 }
 
+/// Lays what a command line gave, keys with their text, over a table. A key may be spelled as its variable is.
+///
+/// # Errors
+/// [`Error::Invalid`], with the key as it was given.
+pub fn overlay_given(table: &mut Table, given: &[(String, String)]) -> Result<(), Error> {
+    for (name, text) in given {
+        let Some((key, form)) = KEYS.iter().find(|(key, _)| variable(key) == variable(name)) else {
+            return Err(Error::Invalid(format!(
+                "--set {name} names no setting: deepinfer kvstore serve --print-settings shows all of them"
+            )));
+        };
+        let wrong = |why: String| Error::Invalid(format!("--set {name}: {why}"));
+        set(table, key, value(*form, text).map_err(wrong)?)?;
+    }
+    Ok(())
+}
+
 /// Lays variables over a table. Those of our prefix that name no key are an error: a typing mistake must not pass unseen.
 ///
 /// # Errors
@@ -157,7 +174,9 @@ pub fn overlay(table: &mut Table, variables: &BTreeMap<String, String>, allowed:
             continue;
         }
         let Some((key, form)) = KEYS.iter().find(|(key, _)| variable(key) == *name) else {
-            return Err(Error::Invalid(format!("{name} names no setting: see docs/kvstore.md for all of them")));
+            return Err(Error::Invalid(format!(
+                "{name} names no setting: deepinfer kvstore serve --print-settings shows all of them"
+            )));
         };
         let wrong = |why: String| Error::Invalid(format!("{name}: {why}"));
         set(table, key, value(*form, text).map_err(wrong)?)?;

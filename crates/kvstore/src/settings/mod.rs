@@ -119,11 +119,7 @@ impl Settings {
         })?;
         let allowed = media::variables_named(&table);
         keys::overlay(&mut table, variables, &allowed)?;
-        let given = given.iter().map(|(key, text)| (keys::variable(key), text.clone())).collect();
-        keys::overlay(&mut table, &given, &[]).map_err(|error| match error {
-            Error::Invalid(said) => Error::Invalid(said.replace(PREFIX, "--set ")),
-            other => other,
-        })?;
+        keys::overlay_given(&mut table, given)?;
         Self::of(read(toml::Value::Table(table), "")?, variables)
     }
 
