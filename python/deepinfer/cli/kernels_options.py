@@ -19,9 +19,12 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--shape", default=None, metavar="NAME", help="kernels of this named shape only (default: of all of them)")
     chosen.add_argument("--model", default=None, metavar="MODEL", help="kernels of this model: directory, config.json, hub id or smollm2")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="run dtype of --model (default: bfloat16)")
-    parser.add_argument("--block-size", type=int, default=64, choices=(16, 32, 64, 128), help="tokens of a KV block of --model")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8: with KV of --model in 8-bit floats")
+    # Without a default, so that one that is given beside no --model is noticed.
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default=None, help="run dtype of --model (default: bfloat16)")
+    parser.add_argument(
+        "--block-size", type=int, default=None, choices=(16, 32, 64, 128), help="tokens of a KV block of --model (default: 64)"
+    )
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default=None, help="fp8: with KV of --model in 8-bit floats")
     parser.add_argument("--arch", default="sm_90a", metavar="NAME", help="architecture to compile for (default: sm_90a, an H200)")
 
 
@@ -34,7 +37,7 @@ def chosen(args: argparse.Namespace, form: str = "cuda") -> list[Entry]:
     """The kernels that were asked for, in the registry's order; ``form``: for which kind of device.
 
     Raises:
-        UserError: an unknown shape or architecture.
+        UserError: an unknown shape or architecture, or an option of ``--model`` without it.
     """
     from deepinfer.kernels import registry
     from deepinfer.kernels.toolchain.shapes import NAMED
@@ -45,10 +48,13 @@ def chosen(args: argparse.Namespace, form: str = "cuda") -> list[Entry]:
         from deepinfer.cli.plan import config_of
         from deepinfer.models.kernel_shape import read_kernel_shape
 
-        shape = read_kernel_shape(config_of(args.model), args.dtype, args.block_size, args.kv_cache_dtype == "fp8")
+        shape = read_kernel_shape(config_of(args.model), args.dtype or "bfloat16", args.block_size or 64, args.kv_cache_dtype == "fp8")
         for op, reason in registry.refusals(shape).items():
             console.note(f"operator {op} stays with its reference: {reason}")
         return list(registry.entries({args.model: shape}, form))
+    if alone := [f"--{name.replace('_', '-')}" for name in ("dtype", "block_size", "kv_cache_dtype") if getattr(args, name) is not None]:
+        goes = "goes" if len(alone) == 1 else "go"
+        raise console.UserError(f"{' and '.join(alone)} {goes} with --model; a named shape is whole: --shape {', '.join(NAMED)}")
     if args.shape is not None and args.shape not in NAMED:
         raise console.UserError(f"--shape {args.shape!r} is unknown; use one of {', '.join(NAMED)}")
     return list(registry.entries(None if args.shape is None else {args.shape: NAMED[args.shape]}, form))

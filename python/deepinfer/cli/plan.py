@@ -21,8 +21,8 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="directory, config.json, .gguf file, hub id or smollm2; weights need not be there")
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of the machine that is asked about (default: none)")
-    parser.add_argument("--gpu-gb", type=float, default=141.0, metavar="X", help="memory of each in 10^9 bytes (default: 141, an H200)")
+    parser.add_argument("--gpus", type=int, default=None, metavar="N", help="GPUs of the machine that is asked about (default: none)")
+    parser.add_argument("--gpu-gb", type=float, default=None, metavar="X", help="memory of each in 10^9 bytes (default: 141, an H200)")
     parser.add_argument("--host-gb", type=float, default=None, metavar="M", help="memory of the host in 10^9 bytes")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="run dtype (default: bfloat16)")
     parser.add_argument("--weights", default=None, metavar="FORM", help="packed or the run dtype (default: packed where the model is)")
@@ -30,21 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=int, default=64, choices=(16, 32, 64, 128), help="tokens of a KV block, unless the model fixes it"
     )
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8: KV in 8-bit floats (Llama family)")
-    parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="sequences in a step, a GPU (default: 256)")
+    parser.add_argument("--max-num-seqs", type=int, default=None, metavar="N", help="sequences in a step, a GPU (default: 256)")
     parser.add_argument(
         "--max-model-len", type=int, default=None, metavar="N", help="tokens of a full sequence (default: the model's limit)"
     )
     parser.add_argument(
-        "--kv-memory-fraction", type=float, default=0.9, metavar="X", help="share of the memory that weights and KV may take (default: 0.9)"
+        "--kv-memory-fraction",
+        type=float,
+        default=None,
+        metavar="X",
+        help="share of the memory that weights and KV may take (default: 0.9)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints sizes and, if a machine was given, what fits it."""
-    if args.max_num_seqs < 1:
-        raise console.UserError(f"--max-num-seqs {args.max_num_seqs} must be above 0")
-    gpu_bytes = console.gigabytes("--gpu-gb", args.gpu_gb)
+    gpus = _gpus(args)
+    max_num_seqs = 256 if args.max_num_seqs is None else args.max_num_seqs
+    if max_num_seqs < 1:
+        raise console.UserError(f"--max-num-seqs {max_num_seqs} must be above 0")
+    gpu_bytes = console.gigabytes("--gpu-gb", 141.0 if args.gpu_gb is None else args.gpu_gb)
     host_bytes = None if args.host_gb is None else console.gigabytes("--host-gb", args.host_gb)
     import torch
 
@@ -53,18 +59,38 @@ def run(args: argparse.Namespace) -> int:
 
     sizes = read_sizes(config_of(args.model), getattr(torch, args.dtype), args.block_size, args.kv_cache_dtype == "fp8")
     machine = found = None
-    if args.gpus or args.host_gb is not None:
-        machine = Machine(args.gpus, gpu_bytes, host_bytes, args.kv_memory_fraction)
+    if gpus or args.host_gb is not None:
+        machine = Machine(gpus, gpu_bytes, host_bytes, 0.9 if args.kv_memory_fraction is None else args.kv_memory_fraction)
         forms = list(sizes.weight_bytes)  # packed first, if at all; a CPU runs what they decode to
-        form = args.weights or forms[0 if args.gpus else -1]
-        found = fit(sizes, machine, form, args.max_num_seqs, args.max_model_len)
+        form = args.weights or forms[0 if gpus else -1]
+        found = fit(sizes, machine, form, max_num_seqs, args.max_model_len)
     if args.json:
         console.print_json({"model": args.model, **as_json(sizes), "fit": None if found is None else _fit_json(found)})
     else:
         console.write_out(render(args.model, sizes))
         if machine is not None and found is not None:
-            console.write_out(render_fit(machine, found, args.max_num_seqs))
+            console.write_out(render_fit(machine, found, max_num_seqs))
     return console.EXIT_OK
+
+
+_OF_A_MACHINE = ("gpu_gb", "weights", "max_num_seqs", "max_model_len", "kv_memory_fraction")
+"""Arguments that say something of what fits, and nothing of the model's size."""
+
+
+def _gpus(args: argparse.Namespace) -> int:
+    """GPUs of the machine that is asked about; 0 where there are none, or no machine.
+
+    Raises:
+        UserError: no number of GPUs, or an option that goes with a machine, or with its GPUs, and there is none.
+    """
+    if args.gpus is not None and (args.gpus < 0 or (args.gpus == 0 and args.host_gb is None)):
+        raise console.UserError(f"--gpus {args.gpus} is no number of GPUs: give 1 or more; a machine without GPUs is --host-gb M alone")
+    if not args.gpus and args.gpu_gb is not None:
+        raise console.UserError("--gpu-gb is the memory of each of --gpus N: give both")
+    if not args.gpus and args.host_gb is None and (alone := [name for name in _OF_A_MACHINE if getattr(args, name) is not None]):
+        flag = "--" + alone[0].replace("_", "-")
+        raise console.UserError(f"{flag} is for what fits a machine: give --gpus N or --host-gb M with it")
+    return args.gpus or 0
 
 
 def config_of(model: str) -> dict[str, Any]:
