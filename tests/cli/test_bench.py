@@ -38,7 +38,42 @@ def test_latency_of_several_sizes_on_one_engine(tmp_path: Path) -> None:
         assert "between two returns of LLM.step" in value["step_counting"]
     people = run("bench", "latency", "--model", model, "--load-format", "dummy", "--device", "cpu", *load)
     assert people.returncode == 0 and people.stdout.count(b" at once, 20 tokens in, 40 out, 3 batches") == 2
+    assert values[0]["data_parallel"] == 1 and people.stdout.count(b"a step of an engine: device ") == 2
     assert people.stdout.count(b"decode step: mean ") == 2 and b"time between tokens" not in people.stdout
+
+
+@pytest.mark.parametrize("given", [(), ("--max-model-len", "5000")])
+def test_a_load_that_is_too_long_is_told_by_the_options_that_make_it(given: tuple[str, ...], tmp_path: Path) -> None:
+    model = write_config(tmp_path / "m")
+    load = ("--load-format", "dummy", "--device", "cpu", "--input-len", "4000", "--output-len", "200", *given)
+    result = run("bench", "throughput", "--model", model, *load)
+    (line,) = result.stderr.decode().splitlines()
+    assert (result.returncode, result.stdout) == (2, b"")
+    if given:
+        assert line.startswith("deepinfer: error: max_model_len 5000 is above the ")
+    else:
+        assert line.startswith("deepinfer: error: --input-len 4000 and --output-len 200 are too much: 4200 tokens are above the "), line
+        assert line.endswith("; lower their sum")
+
+
+@pytest.mark.parametrize("bench", ["latency", "throughput"])
+def test_figures_of_several_engines_say_so_and_count_no_steps(bench: str, tmp_path: Path) -> None:
+    model = write_config(tmp_path / "m")
+    engines = ("--load-format", "dummy", "--device", "cpu", "--data-parallel", "2")
+    load = (*engines, "--input-len", "20", "--output-len", "40", "--num-seqs", "2")
+    result = run("bench", bench, "--model", model, *load, "--json")
+    assert (result.returncode, result.stderr) == (0, b"")
+    value = json.loads(result.stdout)
+    assert [value[name] for name in ("data_parallel", "expert_parallel", "step_policy")] == [2, False, "mixed"]
+    assert value["device_ms_a_step"] > 0 and value["host_ms_a_step"] > 0
+    people = run("bench", bench, "--model", model, *load, "--step-policy", "decode_first").stdout.decode()
+    assert "; 2 engines, each up to 2 at once; steps decode_first\n" in people
+    assert "a step of an engine: device " in people
+    if bench == "latency":
+        assert value["step_ms"] == {"mean": None, "median": None} and "none is counted with several engines" in value["step_counting"]
+        assert "decode step: none is counted with several engines" in people and "decode step: mean" not in people
+    else:
+        assert "40 out, up to 4 at once, " in people
 
 
 SCRIPTS = {

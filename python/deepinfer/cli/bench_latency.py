@@ -32,10 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures one size after the other on one engine; prints the spread of times of each."""
-    engine = bench_load.engine_arguments(args, max(args.num_seqs))
-    from deepinfer import LLM
-
-    with LLM(**engine) as llm, console.progress(args.num_iters * len(args.num_seqs), "bench", "batch") as bar:
+    batches = args.num_iters * len(args.num_seqs)
+    with bench_load.start_engine(args, max(args.num_seqs)) as llm, console.progress(batches, "bench", "batch") as bar:
         for i, size in enumerate(args.num_seqs):
             result = _measure(args, llm, size, bar, trace=not i)
             if args.json:
@@ -63,14 +61,16 @@ def _measure(args: argparse.Namespace, llm: LLM, size: int, bar: console.Progres
     device = bench_load.device_figures(before, llm.metrics())
     times = [t for batch in batches for t in batch.times]
     gaps = [gap for t in times for gap in (t.gaps if args.stream else [t.mean_gap] * (t.tokens - 1)) if gap is not None]
+    circumstances = bench_load.circumstances(args, llm, size)
+    alone = circumstances["data_parallel"] == 1
     result = {
         "bench": "latency",
-        **bench_load.circumstances(args, llm, size),
+        **circumstances,
         "num_iters": args.num_iters,
         "stream": args.stream,
-        "step_counting": bench_load.STEP_COUNTING,
+        "step_counting": bench_load.STEP_COUNTING if alone else bench_load.NO_STEPS,
         "decode_tokens_per_second": round(size * len(gaps) / sum(gaps), 2) if gaps else None,
-        "step_ms": bench_load.step_times([batch.steps for batch in batches], args.output_len),
+        "step_ms": bench_load.step_times([batch.steps for batch in batches] if alone else [], args.output_len),
         **device,
         "ttft_ms": bench_load.spread([t.first_token for t in times]),
         "latency_ms": bench_load.spread([t.total for t in times]),
@@ -85,10 +85,12 @@ def _report(result: dict[str, Any], args: argparse.Namespace) -> str:
     per_second, step = result["decode_tokens_per_second"], result["step_ms"]["mean"]
     rate = "" if per_second is None else f", {per_second:.1f} tok/s while decoding"
     decoding = "" if step is None else f"decode step: mean {step:.2f} ms, median {result['step_ms']['median']:.2f} ms\n"
+    if result["data_parallel"] > 1:
+        decoding = f"decode step: {bench_load.NO_STEPS}\n"
     between = f"{bench_load.milliseconds('time between tokens', result['itl_ms'])}\n" if args.stream else ""
     return (
         f"{result['num_seqs']} at once, {args.input_len} tokens in, {args.output_len} out, {args.num_iters} batches{rate}\n"
         f"{bench_load.milliseconds('time to first token', result['ttft_ms'])}\n{between}"
-        f"{bench_load.milliseconds('whole answer', result['latency_ms'])}\n{decoding}"
+        f"{bench_load.milliseconds('whole answer', result['latency_ms'])}\n{decoding}{bench_load.device_line(result)}"
         f"{bench_load.setting(result)}\n{bench_load.COUNTING}\n"
     )

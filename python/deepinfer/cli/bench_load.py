@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from deepinfer import errors
 from deepinfer.cli import console, machine, options
 from deepinfer.sampling import SamplingParams
 
@@ -38,9 +39,8 @@ def add_load_options(parser: argparse.ArgumentParser, *, input_len: int, output_
     group.add_argument("--output-len", type=positive, default=output_len, metavar="N", help=f"tokens of an answer (default: {output_len})")
     at_once: dict[str, Any] = {"nargs": "+", "default": [num_seqs]} if sizes else {"default": num_seqs}
     several = ", one after the other" if sizes else ""
-    group.add_argument(
-        "--num-seqs", type=positive, metavar="N", help=f"sequences running at once{several} (default: {num_seqs})", **at_once
-    )
+    at = "of a batch" if sizes else "that an engine runs at once"
+    group.add_argument("--num-seqs", type=positive, metavar="N", help=f"sequences {at}{several} (default: {num_seqs})", **at_once)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     options.add_trace_option(parser)
     options.add_engine_options(parser, omit=("max_num_seqs",))
@@ -58,6 +58,27 @@ def engine_arguments(args: argparse.Namespace, num_seqs: int) -> dict[str, Any]:
     """Arguments of ``LLM``: as given, with a batch of ``num_seqs`` and room for its sequences, no more."""
     given = options.engine_arguments(args)
     return {"max_model_len": args.input_len + args.output_len, **given, "max_num_seqs": num_seqs}
+
+
+def start_engine(args: argparse.Namespace, num_seqs: int) -> LLM:
+    """An engine with a batch of ``num_seqs`` and, unless its length was given, room for the load's sequences and no more.
+
+    Raises:
+        UserError: that length is too much for the model or the memory.
+    """
+    given = engine_arguments(args, num_seqs)
+    from deepinfer import LLM
+
+    try:
+        return LLM(**given)
+    except errors.CapacityError as e:
+        length = f"max_model_len {args.input_len + args.output_len}"
+        if args.max_model_len is not None or length not in str(e):
+            raise
+        load = f"--input-len {args.input_len} and --output-len {args.output_len} are too much"
+        tokens = f"{args.input_len + args.output_len} tokens"
+        said = str(e).replace(f"{length} is", f"{tokens} are").replace(length, tokens).replace("max_model_len", "their sum")
+        raise console.UserError(f"{load}: {said}") from None
 
 
 def start_trace(args: argparse.Namespace, llm: LLM) -> None:
@@ -193,6 +214,12 @@ def decode_steps(steps: Sequence[float], output_len: int) -> list[float]:
     return list(steps[-(output_len - math.ceil(output_len / 10)) : len(steps) - output_len // 25]) if output_len > 1 else []
 
 
+NO_STEPS = (
+    "none is counted with several engines: between two returns of LLM.step there is news of one or the other, not a step; "
+    "device_ms_a_step and host_ms_a_step are of an engine's own steps"
+)
+
+
 def step_times(batches: Sequence[Sequence[float]], output_len: int) -> dict[str, float | None]:
     """Mean and median milliseconds of a decode step, from the steps of each batch; see ``STEP_COUNTING``."""
     counted = sorted((c for steps in batches if (c := decode_steps(steps, output_len))), key=statistics.fmean)
@@ -234,10 +261,10 @@ def spread(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def circumstances(args: argparse.Namespace, llm: LLM, num_seqs: int) -> dict[str, Any]:
-    """What has to stand beside a figure: model, load, machine, counting rule."""
+    """What has to stand beside a figure: model, load, engines, machine, counting rule. ``max_num_seqs`` is of each engine."""
     import torch
 
-    setting = llm.engine.run
+    setting, config = llm.engine.run, llm.engine.config
     return {
         "model": args.model,
         "dtype": str(setting.dtype).removeprefix("torch."),
@@ -246,8 +273,11 @@ def circumstances(args: argparse.Namespace, llm: LLM, num_seqs: int) -> dict[str
         "output_len": args.output_len,
         "num_seqs": num_seqs,
         "max_num_seqs": setting.max_num_seqs,
+        "data_parallel": config.data_parallel_size,
+        "expert_parallel": config.expert_parallel,
+        "step_policy": config.step_policy or ("decode_first" if config.expert_parallel else "mixed"),
         "batch_invariant": setting.batch_invariant,
-        "kv_cache_dtype": llm.engine.config.kv_cache_dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "machine": machine.in_words(str(setting.device), torch.get_num_threads()),
         "counting": COUNTING,
     }
@@ -258,7 +288,22 @@ def setting(result: dict[str, Any]) -> str:
     unusual = "" if result["batch_invariant"] else "; batch invariance off"
     if result["kv_cache_dtype"] != "auto":
         unusual += f"; KV in {result['kv_cache_dtype']}"
+    if result["data_parallel"] > 1:
+        unusual += f"; {result['data_parallel']} engines, {'experts spread over them, ' if result['expert_parallel'] else ''}each up to "
+        unusual += f"{result['max_num_seqs']} at once"
+    if result["step_policy"] != "mixed":
+        unusual += f"; steps {result['step_policy']}"
     return f"{result['machine']}; {result['dtype']}{unusual}"
+
+
+def device_line(result: dict[str, Any]) -> str:
+    """What device and host worked on a step, a line for a person; nothing where no step was timed."""
+    if result["bubble"] is None:
+        return ""
+    return (
+        f"a step of an engine: device {result['device_ms_a_step']:.2f} ms, host {result['host_ms_a_step']:.2f} ms; the device stood still "
+        f"for {100 * result['bubble']:.1f} % of the time\n"
+    )
 
 
 def milliseconds(name: str, values: dict[str, float | None]) -> str:

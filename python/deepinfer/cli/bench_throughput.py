@@ -35,10 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise console.UserError("--shared-share must be between 0 and 1")
     if args.request_rate is not None and not 0 < args.request_rate < math.inf:
         raise console.UserError("--request-rate must be a number above 0; without it all requests arrive at once")
-    engine = bench_load.engine_arguments(args, args.num_seqs)
-    from deepinfer import LLM
-
-    with LLM(**engine) as llm:
+    with bench_load.start_engine(args, args.num_seqs) as llm:
         seed = args.seed or 0
         warm = bench_load.random_prompts(min(args.num_seqs, args.num_prompts), args.input_len, llm.vocab_size, seed + 1)
         bench_load.timed_run(llm, warm, min(args.output_len, 4), "warm", stream=args.stream)
@@ -77,13 +74,14 @@ def run(args: argparse.Namespace) -> int:
         console.print_json({**result, **figures})
         return console.EXIT_OK
     rate = "" if args.request_rate is None else f", {args.request_rate:g} a second arriving"
+    at_once = f"{args.num_seqs} at once" if result["data_parallel"] == 1 else f"up to {args.num_seqs * result['data_parallel']} at once"
     between = f"{bench_load.milliseconds('time between tokens', figures['itl_ms'])}\n" if args.stream else ""
     console.write_out(
         f"{result['output_tokens_per_second']:.1f} output tok/s, {result['total_tokens_per_second']:.1f} tok/s with prompts, "
         f"{result['requests_per_second']:.2f} requests/s\n"
-        f"{args.num_prompts} prompts of {args.input_len} tokens, {args.output_len} out, {args.num_seqs} at once{rate}, {seconds:.2f} s\n"
+        f"{args.num_prompts} prompts of {args.input_len} tokens, {args.output_len} out, {at_once}{rate}, {seconds:.2f} s\n"
         f"{bench_load.milliseconds('time to first token (waiting included)', figures['ttft_ms'])}\n"
-        f"{bench_load.milliseconds('time a token, mean of an answer', figures['tpot_ms'])}\n{between}"
+        f"{bench_load.milliseconds('time a token, mean of an answer', figures['tpot_ms'])}\n{between}{bench_load.device_line(result)}"
         f"{bench_load.setting(result)}\n{bench_load.COUNTING}\n"
     )
     return console.EXIT_OK
