@@ -113,3 +113,9 @@ def test_the_report_says_what_fits_and_what_to_change() -> None:
     text = report(run, plan(1 << 30, num_kv_blocks=24), "tiny", 3 << 20)
     for part in ("tiny on a cpu", "weights 3.0 MiB", "1,536 tokens in 24 blocks of 64", "1.5 at the full length of 1,000", "num_kv_blocks"):
         assert part in text
+
+
+def test_the_report_of_several_engines_says_that_sizes_are_of_one() -> None:
+    run = RunConfig(FixedMemory("cpu", 1 << 40, 1 << 30), torch.float32, 8, 512, 0.5, None, True)
+    one, two = (report(run, plan(1 << 30, num_kv_blocks=24), "tiny", 3 << 20, engines=n).splitlines() for n in (1, 2))
+    assert two[0] == f"{one[0]}: 2 engines (data_parallel_size), each with:" and two[1:] == one[1:]

@@ -284,7 +284,7 @@ def assemble(
     layout = made.layout()
     made.store = plan_store(config, layout, state, hit_rule(config, options, state), store)
     if not run.quiet:
-        print(report(run, plan, config.model, weights, snapshots.amount, kept.amount), file=sys.stderr)
+        print(report(run, plan, config.model, weights, snapshots.amount, kept.amount, config.data_parallel_size), file=sys.stderr)
         for remark in model.remarks if isinstance(model, RemarkingModel) else ():
             print(f"  {remark}", file=sys.stderr)
     if made.store is not None:

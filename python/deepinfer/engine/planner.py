@@ -114,11 +114,19 @@ def sampling_scratch(max_num_seqs: int, vocab_size: int) -> int:
 
 
 def report(
-    run: RunConfig, plan: KvPlan, name: str, weight_bytes: int, snapshots: tuple[int, int] = (0, 0), slices: tuple[int, int] = (0, 0)
+    run: RunConfig,
+    plan: KvPlan,
+    name: str,
+    weight_bytes: int,
+    snapshots: tuple[int, int] = (0, 0),
+    slices: tuple[int, int] = (0, 0),
+    engines: int = 1,
 ) -> str:
-    """What fits, in three lines for a person, and a fourth if answers depend on the batch.
+    """What fits, in three lines for a person, and a further one if answers depend on the batch.
 
-    ``snapshots``, ``slices``: of states, how many host memory holds and their bytes.
+    Args:
+        snapshots, slices: of states, how many host memory holds and their bytes.
+        engines: how many share the requests; sizes are those of one.
     """
     size = f"{plan.full_sequences:.1f}" if plan.full_sequences < 10 else f"{plan.full_sequences:.0f}"
     pool = f"{plan.tokens:,} tokens in {plan.num_blocks:,} blocks of {plan.block_tokens}"
@@ -129,8 +137,9 @@ def report(
     if slices[0]:
         pool += f" · {slices[0]:,} slices of states in {_gib(slices[1])} of host memory"
     return (
-        f"{name} on {run.platform.describe()}, {str(run.dtype).removeprefix('torch.')}\n"
-        f"  weights {_gib(weight_bytes)} · KV {_gib(plan.kv_bytes)} = {pool}\n"
+        f"{name} on {run.platform.describe()}, {str(run.dtype).removeprefix('torch.')}"
+        + (f": {engines} engines (data_parallel_size), each with:\n" if engines > 1 else "\n")
+        + f"  weights {_gib(weight_bytes)} · KV {_gib(plan.kv_bytes)} = {pool}\n"
         f"  at most {run.max_num_seqs} sequences in a step; {size} at the full length of {plan.max_model_len:,} tokens · "
         f"to change: max_num_seqs, max_model_len, kv_memory_fraction ({run.kv_memory_fraction:g}) or num_kv_blocks"
         + ("" if run.batch_invariant else "\n  batch invariance is off: last bits of an answer may follow from what runs beside it")
