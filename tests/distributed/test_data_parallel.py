@@ -248,9 +248,10 @@ def test_grammars_reach_the_ranks() -> None:
     ids=["experts", "experts-terminated", "free", "voted"],
 )
 def test_the_end_of_a_rank_is_told_and_leaves_nobody(
-    request: pytest.FixtureRequest, model: str, settings: dict[str, Any], end: signal.Signals
+    request: pytest.FixtureRequest, model: str, settings: dict[str, Any], end: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By the name of the rank that ended, although the others fail because of it and say so first."""
+    """By the name of the rank that ended, although the others fail because of it and say so first; without a trace, which would look like
+    a fault of ours."""
     path, killed = request.getfixturevalue(model), list[float]()
 
     async def run() -> None:
@@ -280,6 +281,7 @@ def test_the_end_of_a_rank_is_told_and_leaves_nobody(
             assert all(gone(pid, 10) for pid in (*ranks, engine))
 
     asyncio.run(run())
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_free_rank_that_hangs_is_missed(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.async_engine import wire
 from deepinfer.engine.async_engine.connections import Connection, Connections
-from deepinfer.errors import ErrorData
+from deepinfer.errors import DeepInferError, ErrorData, RankGroupError
 from deepinfer.structured.matcher import SHELF
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def serve(sock: socket.socket, door: socket.socket | None = None) -> int:
         if engine is not None and loop.is_left():
             return 0  # the ranks of a group do not end in one moment, and whoever started them wants nothing any more
         loop.send(wire.Died(ErrorData.of(e)))
-        if engine is not None:
+        if engine is not None and not _is_named(e):
             raise  # a fault in a running engine: the trace belongs on stderr
         return 1
     finally:
@@ -280,6 +280,14 @@ def serve(sock: socket.socket, door: socket.socket | None = None) -> int:
         if engine is not None:
             with contextlib.suppress(Exception):
                 engine.close()
+
+
+def _is_named(error: BaseException | None) -> bool:
+    """Whether nothing but errors with a name of their own led to this one, such as the end of a rank's process: whoever is told of it
+    knows all there is, and a trace of this process would add nothing."""
+    while isinstance(error, DeepInferError) and not isinstance(error, RankGroupError):  # what that is made of is another process's end
+        error = error.__cause__
+    return error is None or isinstance(error, RankGroupError)
 
 
 def main(arguments: list[str]) -> int:
