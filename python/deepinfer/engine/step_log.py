@@ -308,6 +308,9 @@ class StepTrace:
         import torch
         from torch.profiler import ProfilerActivity
 
+        if not self._cuda:
+            # Kineto looks for GPUs all the same, and writes on stderr what it did not find.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         # The device half of a step runs on a thread of its own on a CPU.
         everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
