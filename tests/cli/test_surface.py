@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -93,6 +94,9 @@ def test_the_package_run_as_a_module_is_the_command(argv: tuple[str, ...], code:
         (("kernels", "check", "--arch", "sm_80"), "use sm_90a"),
         (("kernels", "build", "--shape", "llama-8b", "--jobs", "0"), "--jobs 0 must be at least 1"),
         (("kernels", "list", "--model", "missing"), "missing"),
+        (("kernels", "list", "--kv-cache-dtype", "fp8"), "--kv-cache-dtype goes with --model; a named shape is whole"),
+        (("kernels", "build", "--dtype", "float16", "--block-size", "16"), "--dtype and --block-size go with --model"),
+        (("kernels", "check", "--shape", "llama-8b", "--block-size", "16"), "--block-size goes with --model"),
         (("bench", "scheduler", "--num-seqs", "99999999999"), "above 65536"),
         (("bench", "throughput", "--model", "m", "--input-len", "4", "--shared-prefix-len", "5"), "--shared-prefix-len"),
         (("bench", "throughput", "--model", "m", "--shared-share", "1.5"), "--shared-share"),
@@ -147,10 +151,23 @@ def test_doctor_shows_what_a_person_needs(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(doctor, "OPTIONAL_PARTS", (absent,))
     assert main(["doctor", "--env"]) == 0
     text = capsys.readouterr().out
-    assert "no-such-part     tests: missing; get it with: pip install no-such-part" in text
+    assert "no-such-part       tests: missing; get it with: pip install no-such-part" in text
+    assert "a variable of its own, too: deepinfer kvstore serve --print-settings" in text
     assert "DEEPINFER_NUM_THREADS=unset" in text and "--no-batch-invariant" in text
     assert main(["doctor"]) == 0
     assert "DEEPINFER_NUM_THREADS" not in capsys.readouterr().out
+
+
+def test_doctor_tells_how_every_extra_for_users_is_installed() -> None:
+    """Those of the package's own tests and comparisons apart."""
+    from deepinfer.cli import doctor
+
+    extras = set(importlib.metadata.metadata("deepinfer").get_all("Provides-Extra") or ())
+    if not extras:
+        pytest.skip("the package is on the path, not installed")
+    told = {name for part in doctor.OPTIONAL_PARTS for name in re.findall(r"deepinfer\[(\w+)\]", part.how)}
+    assert told == extras - {"test", "lint", "oracle", "demo"}
+    assert doctor._is_there("importlib.metadata") and not doctor._is_there("no_such_package.module")
 
 
 def test_doctor_tells_of_variables_that_disagree_and_of_the_cpu(

@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         console.print_json(vars(tally))
     console.note(
-        f"deepinfer: {tally.answered} answered, {tally.skipped} done before, {tally.bad} bad lines, {tally.failed} failed, "
-        f"{tally.seconds:.1f} s"
+        f"deepinfer: {tally.answered} answered, {tally.skipped} done before, {tally.bad} bad line{'' if tally.bad == 1 else 's'}, "
+        f"{tally.failed} failed, {tally.seconds:.1f} s"
     )
     return console.EXIT_FAILED if tally.failed else console.EXIT_OK
 

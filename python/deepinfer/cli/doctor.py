@@ -34,12 +34,15 @@ OPTIONAL_PARTS = (
     Part("uvicorn", "uvicorn", "deepinfer serve", "pip install 'deepinfer[server]'"),
     Part("tilelang", "tilelang", "building kernels for a GPU", "pip install 'deepinfer[cuda]'"),
     Part("xgrammar", "xgrammar", "answers held to a schema or grammar", "pip install 'deepinfer[structured]'"),
+    Part("pillow", "PIL", "prompts with images", "pip install 'deepinfer[images]'"),
+    Part("deepseek-recipe", "deepseek_recipe", "conversations in DeepSeek's own format", "pip install 'deepinfer[deepseek]'"),
+    Part("opentelemetry-sdk", "opentelemetry.sdk", "traces of deepinfer serve", "pip install 'deepinfer[otel]'"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("--env", action="store_true", help="show every DEEPINFER_* switch, not only those that are set")
+    parser.add_argument("--env", action="store_true", help="show every switch (environment variable), not only those that are set")
     parser.add_argument("--json", action="store_true", help="print one JSON object; it always holds every switch")
 
 
@@ -166,8 +169,15 @@ def _kernels() -> dict[str, Any]:
     }
 
 
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
+
+
 def _optional(part: Part) -> dict[str, Any]:
-    present = importlib.util.find_spec(part.module) is not None
+    present = _is_there(part.module)
     return {
         "name": part.name,
         "version": _version_of(part.name) if present else None,
@@ -192,8 +202,9 @@ def _graphs(report: dict[str, Any]) -> str:
     name = "DEEPINFER_CUDA_GRAPHS"
     asked = next((s["value"] for s in report["switches"] if s["name"] == name), None)
     if not report["torch"]["gpus"]:
-        return "of steps: none without a GPU"
-    return f"of steps: {'where the model can' if asked is None else 'on' if asked else 'off'} ({name}, --cuda-graphs)"
+        return "no steps are recorded without a GPU"
+    how = "recorded where the model can" if asked is None else "recorded" if asked else "not recorded"
+    return f"steps are {how} ({name}, --cuda-graphs)"
 
 
 def _numerics() -> dict[str, Any]:
@@ -266,7 +277,7 @@ def render(report: dict[str, Any], *, every_switch: bool) -> str:
     lines += ["", "optional parts"]
     for part in report["optional"]:
         state = part["version"] or "present" if part["present"] else f"missing; get it with: {part['install']}"
-        lines.append(f"  {part['name']:<16} {part['for']}: {state}")
+        lines.append(f"  {part['name']:<18} {part['for']}: {state}")
     lines += ["", "switches" if every_switch else "switches that are set (all of them: --env)"]
     shown = [s for s in report["switches"] if every_switch or s["set"]]
     for switch in shown:
@@ -274,5 +285,7 @@ def render(report: dict[str, Any], *, every_switch: bool) -> str:
         lines.append(f"  {switch['name']}={value}  ({switch['kind']}{'' if switch['set'] else ', default'}) {switch['why']}")
     if not shown:
         lines.append("  none")
+    if every_switch:
+        lines.append("  every setting of a KV store's server has a variable of its own, too: deepinfer kvstore serve --print-settings")
     lines += ["", *(f"problem: {p}" for p in report["problems"])] if report["problems"] else ["", "nothing that is needed is missing"]
     return "\n".join(lines) + "\n"
