@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,13 @@ CRATES = {
     "kvstore": set(),
     "bindings": {"deepinfer-kvindex", "deepinfer-scheduler", "deepinfer-kvtransfer", "deepinfer-kvstore"},
 }
+
+
+# What may lie beside the folders of the repository: a file left there by a run is in nobody's way until it is published.
+AT_THE_ROOT = {
+    ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "Cargo.lock", "Cargo.toml", "LICENSE", "Makefile", "README.md", "pyproject.toml",
+    "rustfmt.toml",
+}  # fmt: skip
 
 
 def package_folder() -> Path:
@@ -132,6 +140,13 @@ def test_downward_imports_are_allowed(tmp_path: Path) -> None:
         "from deepinfer import _core, errors\nfrom ..worker import runner\nfrom . import config\nimport torch\n", encoding="utf-8"
     )
     assert upward_imports(tmp_path / "deepinfer") == []
+
+
+def test_no_file_was_left_at_the_root() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a checkout, or git is not there")
+    assert {name for name in listed.stdout.splitlines() if "/" not in name} == AT_THE_ROOT
 
 
 def manifest(crate: str) -> dict[str, object]:
