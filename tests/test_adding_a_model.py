@@ -16,6 +16,7 @@ import pytest
 
 from cli.running import environment
 from deepinfer import SamplingParams, register_model
+from deepinfer.models import base
 from deepinfer.models.registry import _registered
 from engine_kit import collect, make_engine, random_prompts, request
 from fake_cuda import ones_land, watched_cuda
@@ -39,6 +40,15 @@ def public_names() -> set[str]:
     section = PAGE.read_text(encoding="utf-8").split("## What a family may import")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(deepinfer\.[\w.]+)` \| (.+?) \|", section, re.MULTILINE)
     return {f"{module}.{name}" for module, names in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+def test_protocols_that_the_page_recommends_are_among_the_names() -> None:
+    """What a family is told to be has to be something that it may import."""
+    text = PAGE.read_text(encoding="utf-8")
+    protocols = {name for name, member in vars(base).items() if getattr(member, "_is_protocol", False)} | {"LoadsItself"}
+    recommended = protocols & set(re.findall(r"`(?:[\w.]+\.)?(\w+)`", text))
+    assert {"RemarkingModel", "LoadsItself"} <= recommended
+    assert recommended <= {name.rsplit(".", 1)[-1] for name in public_names()}
 
 
 def test_the_page_holds_the_packages_files() -> None:
