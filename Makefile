@@ -57,7 +57,7 @@ clean: ## build outputs and environments
 # which pip finds in the package that is there by then and `maturin develop --extras` would look for in an index.
 $(BIN)/.venv:
 	$(PYTHON) scripts/check_python.py
-	@echo "setting up $(VENV): torch and the other packages, then the core; a few minutes, about 6 GB"
+	@echo "setting up $(VENV): torch and the other packages, then the core; 6 to 7 minutes of processor time, about 6 GB"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'maturin>=1.9,<2'
 	touch $@
