@@ -76,6 +76,17 @@ def test_figures_of_several_engines_say_so_and_count_no_steps(bench: str, tmp_pa
         assert "40 out, up to 4 at once, " in people
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_a_trace_on_a_cpu_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's profiler has nothing to say of GPUs that are not there."""
+    monkeypatch.chdir(tmp_path)
+    model = write_config(tmp_path / "m")
+    load = ("--load-format", "dummy", "--device", "cpu", "--input-len", "8", "--output-len", "4", "--num-iters", "1", "--trace", "2")
+    result = run("bench", "latency", "--model", model, *load)
+    (line,) = result.stderr.decode().splitlines()
+    assert result.returncode == 0 and line.startswith("deepinfer: trace of the steps written to deepinfer-trace-"), line
+
+
 SCRIPTS = {
     "steps.py": ("--model", "smollm2"),
     "ranks.py": ("--model", "smollm2"),

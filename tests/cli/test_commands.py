@@ -178,7 +178,7 @@ def test_batch_through_pipes() -> None:
     bad, good = sorted((json.loads(line) for line in result.stdout.splitlines()), key=lambda a: a["error"] is None)
     assert bad["error"]["line"] == 2
     assert good["custom_id"] == "a" and good["response"]["body"]["choices"][0]["message"]["content"] == ANSWER
-    assert result.stderr.decode().startswith("deepinfer: 1 answered, 0 done before, 1 bad lines")
+    assert result.stderr.decode().startswith("deepinfer: 1 answered, 0 done before, 1 bad line,")
 
 
 @pytest.mark.parametrize("kind", ["throughput", "latency"])
@@ -196,7 +196,8 @@ def test_bench_measures_a_model_of_which_only_the_configuration_exists(kind: str
         assert 0 < value[name]["p50"] <= value[name]["p99"]
     assert "from the first submission to the last answer" in value["counting"] and "2 torch threads" in value["machine"]
     if kind == "throughput":
-        assert value["output_tokens_per_second"] == pytest.approx(30 / value["seconds"], rel=1e-3)
+        seconds = value["seconds"]  # rounded to 1e-4, of which a fast machine needs few hundred
+        assert value["output_tokens_per_second"] == pytest.approx(30 / seconds, rel=1e-4 + 5e-5 / seconds)
         assert value["total_tokens_per_second"] == pytest.approx(130 / value["seconds"], rel=1e-3)
         assert "itl_ms" not in value and value["ttft_ms"]["p99"] + 5 * value["tpot_ms"]["p50"] <= 1.05e3 * value["seconds"]
     else:
