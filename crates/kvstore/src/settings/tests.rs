@@ -110,7 +110,10 @@ fn the_environment_is_nearer_than_the_file_and_arguments_than_both() {
     assert_eq!(settings.quotas, BTreeMap::from([("a".to_owned(), 1 << 30), ("b".to_owned(), 5)]));
     assert_eq!(settings.server.max_unknown, 5);
     let wrong = Settings::load(None, &home(), &[("store.size".to_owned(), "1".to_owned())]).err().unwrap();
-    assert_eq!(wrong.to_string(), "--set store.size names no setting: deepinfer kvstore serve --print-settings shows all of them");
+    assert_eq!(
+        wrong.to_string(),
+        "--set store.size names no setting: deepinfer kvstore serve --print-settings shows all of them"
+    );
     let wrong = Settings::load(None, &home(), &[("limits.max_unknown".to_owned(), "x".to_owned())]).err().unwrap();
     assert_eq!(wrong.to_string(), "--set limits.max_unknown: \"x\" is no whole number");
 }
