@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -72,15 +72,16 @@ class Case:
 
     # Ways to run rows of a sequence
 
-    def pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """One step of rows ``first … end - 1`` of sequences, in units as a forward makes them; the answers of each piece."""
+    def pieces(self, pieces: Sequence[tuple[int, int, int]], wide: bool = False) -> list[torch.Tensor]:
+        """One step of rows ``first … end - 1`` of sequences, in units, ``wide`` or not, as forwards make them; answers of each piece."""
         rows = [torch.arange(first, end, device=self.q.device) for _, first, end in pieces]
         of = torch.tensor([sequence for sequence, _, _ in pieces], device=self.q.device)
         q = torch.cat([self.q[self.starts[s] + first : self.starts[s] + end] for s, first, end in pieces])
         borders = [0]
         for _, first, end in pieces:
             borders.append(borders[-1] + end - first)
-        units = step_units(_cut(self.table[of]), torch.cat(rows), borders, self.attention.tokens)
+        tokens = self.attention.wide_tokens if wide else self.attention.tokens
+        units = step_units(_cut(self.table[of]), torch.cat(rows), borders, tokens, wide)
         out = self.run(q, units)
         return [out[a:b] for a, b in pairwise(borders)]
 
@@ -252,11 +253,12 @@ def differing_ways(case: Case, sequence: int, first: int, cuts: Sequence[int] = 
     rows = [(sequence, position) for position in range(first, length)]
     found: dict[str, torch.Tensor] = {}
 
-    def cut(size: int) -> torch.Tensor:
-        return torch.cat([case.pieces([(sequence, a, min(a + size, length))])[0] for a in range(first, length, size)])
+    def cut(size: int, wide: bool) -> torch.Tensor:
+        return torch.cat([case.pieces([(sequence, a, min(a + size, length))], wide)[0] for a in range(first, length, size)])
 
-    for size in cuts:
-        found[f"cuts of {size}"] = cut(size)
+    forms = ("", "wide ") if case.attention.wide_tokens else ("",)
+    for size, form in product((*cuts, length), forms):
+        found[f"{form}cuts of {size}"] = cut(size, form != "")
     with shared_out_up_to(case, 0):
         found["rows by themselves, each in a step"] = torch.cat([case.singles([row]) for row in rows[-70:]])
         found["rows by themselves, together"] = case.singles(rows)
@@ -272,9 +274,10 @@ def differing_ways(case: Case, sequence: int, first: int, cuts: Sequence[int] = 
         found["segments shared out, 64 rows"] = torch.cat([case.singles(rows[i : i + 64]) for i in range(0, len(rows), 64)])
     mates = [(s, max(0, n - 9 - s), n) for s, n in enumerate(case.lengths) if s != sequence]
     middle = (sequence, first, length)
-    found["among mates"] = case.pieces([*mates[::2], middle, *mates[1::2]])[len(mates[::2])]
-    halves = case.pieces([(sequence, first, (first + length) // 2), *mates, (sequence, (first + length) // 2, length)])
-    found["halves of it in one step"] = torch.cat((halves[0], halves[-1]))
+    for form in forms:
+        found[f"{form}among mates"] = case.pieces([*mates[::2], middle, *mates[1::2]], form != "")[len(mates[::2])]
+        halves = case.pieces([(sequence, first, (first + length) // 2), *mates, (sequence, (first + length) // 2, length)], form != "")
+        found[f"{form}halves of it in one step"] = torch.cat((halves[0], halves[-1]))
     tails = [(s, n - 1) for s, n in enumerate(case.lengths)] * (1 + 20 // len(case.lengths))
     found["last row among other sequences'"] = case.singles([*tails, rows[-1]])[-1:]
     return [way for way, got in found.items() if not torch.equal(got, want[len(want) - len(got) :])]
@@ -285,8 +288,13 @@ def differing_ways(case: Case, sequence: int, first: int, cuts: Sequence[int] = 
 
 def stand_in(patch: pytest.MonkeyPatch, total: Callable[..., torch.Tensor] | None = None) -> None:
     """Operators made from now on run on torch. ``total``: adds up segments that were shared out, in place of ``in_order``."""
-    kernels = [_Wide(in_order), _Single(in_order), _Split(in_order), _Add(total or in_order)]
-    patch.setattr(op, "require", lambda programs, device, after: [k.of(p) for k, p in zip(kernels, programs, strict=False)])
+    kernels = {"paged_attention": _Units, "wide_attention": _Wide, "add_segments": _Add}
+
+    def taken(program: Program) -> _Kernel:
+        kind = kernels.get(program.factory) or (_Single if dict(program.constants)["splits"] == 1 else _Split)
+        return kind(total or in_order if kind is _Add else in_order).of(program)
+
+    patch.setattr(op, "require", lambda programs, device, after: [taken(p) for p in programs])
     patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
 
 
@@ -344,13 +352,23 @@ def _value_scale(scale: float | torch.Tensor) -> float:
     return float(scale[1]) if isinstance(scale, torch.Tensor) else 1.0
 
 
-class _Wide(_Kernel):
+class _Units(_Kernel):
+    most: ClassVar = op.ROWS
+
     def launch(self, grid, q, k, v, table, position, first, count, row, out, scale, width, units) -> None:  # type: ignore[no-untyped-def]
         assert grid == (units, k.shape[2]) and width == table.stride(0) and units == len(first) == len(count) == len(row)
         for begin, number, of in zip(first.tolist(), count.tolist(), row.tolist(), strict=True):
-            assert number * (self.heads // k.shape[2]) <= op.WIDE
+            assert number * (self.heads // k.shape[2]) <= self.most
             for r in range(begin, begin + number):
                 out[r] = in_order(self.parts(q[r], k, v, table[of], int(position[r]), scale)) * _value_scale(scale)
+
+
+class _Wide(_Units):
+    most: ClassVar = op.WIDE_ROWS
+
+    def launch(self, grid, q, k, v, table, position, first, count, row, out, scale, pages, width, units) -> None:  # type: ignore[no-untyped-def]
+        assert pages == k.shape[0]
+        super().launch(grid, q, k, v, table, position, first, count, row, out, scale, width, units)
 
 
 class _Single(_Kernel):

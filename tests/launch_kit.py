@@ -95,6 +95,9 @@ def _load(programs: Sequence[Program], device: torch.device, after: bool = False
     return [Checked(program) for program in programs]
 
 
+_HostGenerator = torch.Generator  # there is no device to have one on
+
+
 @contextmanager
 def checked_launches() -> Iterator[Counter[str]]:
     """Within it, a device called "cuda" on which operators have their kernels, checked ones; waits are told, too. Gives the launches."""
@@ -103,6 +106,7 @@ def checked_launches() -> Iterator[Counter[str]]:
         patch.setattr(loading, "load", _load)
         patch.setattr(loading, "_capability", lambda device: (0, 0))  # nothing is built ahead
         patch.setattr(linear, "library", lambda device: _Library())
+        patch.setattr(torch, "Generator", lambda device="cpu": _HostGenerator())
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
         patch.setattr(decode_graphs, "_taken", lambda device: 0)

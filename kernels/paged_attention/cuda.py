@@ -1,10 +1,10 @@
 """Paged attention on a GPU: the same arithmetic for decoding rows, drafts and prompts.
 
-A *unit* is some consecutive rows of one sequence with the query heads of one KV head, up to 64 rows of a matrix product. A block walks the
-unit's tiles; every ``SEGMENT`` keys, counted from position 0, it closes a partial result (maximum, sum, weighted values) and adds
-it to the total, in the order of the segments. With few units the segments of one unit go to several blocks, which leave their partial
-results in memory, and a second kernel adds them up in the same order with the same operations: so the bits of a row depend neither on how
-its segments were spread nor on which rows stand beside it. Keys a row does not see have weight exactly zero.
+A *unit* is some consecutive rows of one sequence with the query heads of one KV head, up to 64 rows of a matrix product, or 128 of a wide
+unit. A block walks the unit's tiles; every ``SEGMENT`` keys, counted from position 0, it closes a partial result (maximum, sum, weighted
+values) and adds it to the total, in the order of the segments. With few units the segments of one unit go to several blocks, which leave
+their partial results in memory, and a second kernel adds them up in the same order with the same operations: so the bits of a row depend
+neither on how its segments were spread nor on which rows stand beside it. Keys a row does not see have weight exactly zero.
 
 Formula: softmax(q k^T * scale) v with the maximum taken out (Milakov & Gimelshein 2018), weights rounded to the run dtype before the
 product with v and before they are summed, which is a product with ones: tensor cores add alike whatever an element's place is.
@@ -25,30 +25,43 @@ from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
 from .decode import add_segments, decode_attention
 from .prompt import paged_attention
-from .tiles import SEGMENT, WIDE
+from .tiles import ROWS, SEGMENT, WIDE_ROWS
 from .units import Units
+from .wide import wide_attention
 
-__all__ = ["PagedAttention", "Scratch", "add_segments", "attention_programs", "decode_attention", "paged_attention", "programs_for"]
+__all__ = [
+    "PagedAttention", "Scratch", "add_segments", "attention_programs", "decode_attention", "paged_attention", "programs_for",
+    "wide_attention",
+]  # fmt: skip
 
 PASSES = (("tl.disable_safe_memory_legalize", True), ("tl.disable_tma_lower", True))
+
+BY_COPY_ENGINE = (("tl.disable_safe_memory_legalize", True),)
+"""For ``wide_attention``."""
 
 BY_WARPS = (("tl.disable_wgmma", True), *PASSES)
 """For ``decode_attention``: products of single warps, which take operands as they lie and want no fence that waits for copies under way."""
 
 
-_FILES = (FILE, *(f"paged_attention/{name}.py" for name in ("tiles", "prompt", "decode")))
+_FILES = (FILE, *(f"paged_attention/{name}.py" for name in ("tiles", "prompt", "decode", "wide")))
 
 
 def unit_tokens(heads: int, kv_heads: int) -> int:
     """Most rows of a step in one unit."""
-    return WIDE // (heads // kv_heads)
+    return ROWS // (heads // kv_heads)
+
+
+def wide_unit_tokens(heads: int, kv_heads: int, head_dim: int, fp8: bool = False) -> int:
+    """Most rows of a step in one wide unit; 0: there are none for such heads."""
+    return WIDE_ROWS // (heads // kv_heads) if head_dim in (64, 128) and not fp8 else 0
 
 
 def attention_programs(
     heads: int, kv_heads: int, head_dim: int, page_tokens: int, window: int, dtype: str, fp8: bool = False
 ) -> list[Program]:
-    """The kernels of one kind of layer: units, rows by themselves, units in ``SPLITS`` splits, and what adds the latter up. ``fp8``: keys
-    and values are 8-bit floats. Raises ``KernelBuildError`` for such heads that are not read 16 bytes at a time."""
+    """The kernels of one kind of layer: units; wide units, where there are such; rows by themselves, in ``SPLITS`` splits, and what adds
+    the latter up, unless rows are units like others. ``fp8``: keys and values are 8-bit floats. Raises ``KernelBuildError`` for such heads
+    that are not read 16 bytes at a time."""
     if fp8 and head_dim % 16:
         raise KernelBuildError(f"heads of {head_dim} channels in 8 bits cannot be read 16 bytes at a time")
     kept = {"fp8": True} if fp8 else {}  # left out of the constants of others, whose names stay
@@ -60,14 +73,16 @@ def attention_programs(
         return Program("paged_attention", factory, constants, _FILES, passes)
 
     adding = shape_config(heads=heads, head_dim=head_dim, window=window, dtype=dtype, **kept)
-    if head_dim % 64 or heads // kv_heads > 16:  # no even shares for four warps: single rows are units like others
-        return [program("paged_attention", PASSES, stages=2)]
-    return [
-        program("paged_attention", PASSES, stages=2),
-        program("decode_attention", BY_WARPS, splits=1),
-        program("decode_attention", BY_WARPS, splits=SPLITS),
-        Program("paged_attention", "add_segments", adding, _FILES, PASSES),
-    ]
+    found = [program("paged_attention", PASSES, stages=2)]
+    if wide_unit_tokens(heads, kv_heads, head_dim, fp8):
+        found.append(program("wide_attention", BY_COPY_ENGINE))
+    if head_dim % 64 == 0 and heads // kv_heads <= 16:  # else no even shares for four warps
+        found += [
+            program("decode_attention", BY_WARPS, splits=1),
+            program("decode_attention", BY_WARPS, splits=SPLITS),
+            Program("paged_attention", "add_segments", adding, _FILES, PASSES),
+        ]
+    return found
 
 
 SPLITS = 16
@@ -121,6 +136,9 @@ class PagedAttention:
         scratch: where partial results go.
         fp8: keys and values are 8-bit floats.
 
+    Attributes:
+        tokens, wide_tokens: most rows of a unit, and of a wide one; 0 if there are none.
+
     Raises ``KernelBuildError`` if a kernel cannot be had.
     """
 
@@ -129,10 +147,13 @@ class PagedAttention:
         scratch: Scratch, fp8: bool = False,
     ) -> None:  # fmt: skip
         programs = attention_programs(heads, kv_heads, head_dim, page_tokens, window or 0, run_dtype(dtype), fp8)
-        self._wide, *for_rows = require(programs, device, after=True)
+        self._units, *others = require(programs, device, after=True)
+        self.wide_tokens = wide_unit_tokens(heads, kv_heads, head_dim, fp8)
+        if self.wide_tokens:
+            self._wide, *others = others
         self._blocks = 0  # of a step's single rows; 0 = they are units like others
-        if for_rows:
-            self._single, self._split, self._add = for_rows
+        if others:
+            self._single, self._split, self._add = others
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             self._blocks = processors * _blocks_of_processor(self._single.stored)
         self._shape = (heads, head_dim)
@@ -151,7 +172,10 @@ class PagedAttention:
         count, width = units.first.shape[0], units.table.stride(0)  # rows of a table cut to its longest sequence lie apart
         if not units.single or not self._blocks:
             common = (q, k, v, units.table, units.position, units.first, units.count, units.row)
-            self._wide.launch((count, self._kv_heads), *common, out, scale, width, count)
+            if units.wide:
+                self._wide.launch((count, self._kv_heads), *common, out, scale, k.shape[0], width, count)
+            else:
+                self._units.launch((count, self._kv_heads), *common, out, scale, width, count)
             return
         taken = (q, k, v, units.table, units.position, units.row)
         if count > SPLIT_ROWS:

@@ -5,7 +5,7 @@
 from typing import Any
 
 from ..toolchain import Dialect
-from ..toolchain.device_code import let_next_start, prelude, wait_for_previous
+from ..toolchain.device_code import exp2, let_next_start, prelude, wait_for_previous
 from .tiles import LOWEST, SEGMENT, fetching, tile_keys, widening
 
 
@@ -187,10 +187,12 @@ def decode_attention(
                         T.reduce_max(score, newer, dim=0, clear=True)
                         for j in T.Parallel(queries):
                             newer[j] = T.max(newer[j], part_top[j])
-                            keep[j] = T.exp2(part_top[j] - newer[j])
+                            keep[j] = exp2(d, part_top[j] - newer[j])
                             part_top[j] = newer[j]
                         for i, j in T.Parallel(keys, queries):
-                            w_s[i, j] = T.cast(T.exp2(score[i, j] - part_top[j]), dtype)
+                            score[i, j] = exp2(d, score[i, j] - part_top[j])
+                        for i, j in T.Parallel(keys, queries):
+                            w_s[i, j] = T.cast(score[i, j], dtype)
                         for i, j in T.Parallel(head_dim, queries):
                             part[i, j] = part[i, j] * keep[j]
                         for i, j in T.Parallel(64, queries):
@@ -230,8 +232,8 @@ def decode_attention(
                             else:
                                 for j in T.Parallel(queries):
                                     newer[j] = T.max(top[j], part_top[j])
-                                    keep[j] = T.exp2(top[j] - newer[j])
-                                    take[j] = T.exp2(part_top[j] - newer[j])
+                                    keep[j] = exp2(d, top[j] - newer[j])
+                                    take[j] = exp2(d, part_top[j] - newer[j])
                                     top[j] = newer[j]
                                 for i, j in T.Parallel(head_dim, queries):
                                     total[i, j] = total[i, j] * keep[j] + part[i, j] * take[j]
@@ -304,8 +306,8 @@ def add_segments(d: Dialect, heads: int, head_dim: int, window: int, dtype: str,
             T.fill(total, 0)
             for n in T.serial(last // SEGMENT + 1 - base):
                 newer = T.max(top, part_scale[0, row, head, base + n])
-                keep = T.exp2(top - newer)
-                take = T.exp2(part_scale[0, row, head, base + n] - newer)
+                keep = exp2(d, top - newer)
+                take = exp2(d, part_scale[0, row, head, base + n] - newer)
                 top = newer
                 total_sum = total_sum * keep + part_scale[1, row, head, base + n] * take
                 for j in T.Parallel(head_dim):

@@ -5,8 +5,8 @@
 from typing import Any
 
 from ..toolchain import Dialect
-from ..toolchain.device_code import let_next_start, prelude, wait_for_previous
-from .tiles import LOWEST, SEGMENT, SUMS, WIDE, fetching, tile_keys, widening
+from ..toolchain.device_code import exp2, let_next_start, prelude, wait_for_previous
+from .tiles import LOWEST, ROWS, SEGMENT, SUMS, fetching, tile_keys, widening
 
 
 def paged_attention(
@@ -23,7 +23,7 @@ def paged_attention(
     """
     T = d.T
     group = heads // kv_heads
-    tokens = WIDE // group
+    tokens = ROWS // group
     keys = tile_keys(head_dim)
     per_segment = SEGMENT // keys
     copies = max(1, keys // page_tokens)
@@ -46,26 +46,26 @@ def paged_attention(
         log2_scale: T.float32,
         factors: T.Tensor((2,), "float32"),
     ):
-        with T.Kernel(units, kv_heads, threads=2 * WIDE, prelude=prelude(d)) as (unit, head):
-            q_s = T.alloc_shared((WIDE, head_dim), dtype)
+        with T.Kernel(units, kv_heads, threads=2 * ROWS, prelude=prelude(d)) as (unit, head):
+            q_s = T.alloc_shared((ROWS, head_dim), dtype)
             k_s = T.alloc_shared((stages, keys, head_dim), kept)
             v_s = T.alloc_shared((stages, keys, head_dim), kept)
             if fp8:
                 k_w = T.alloc_shared((keys, head_dim), dtype)
                 v_w = T.alloc_shared((keys, head_dim), dtype)
             ones = T.alloc_shared((keys, SUMS), dtype)
-            score = T.alloc_fragment((WIDE, keys), "float32")
-            weight = T.alloc_fragment((WIDE, keys), dtype)
-            part = T.alloc_fragment((WIDE, head_dim), "float32")
-            part_sum = T.alloc_fragment((WIDE, SUMS), "float32")
-            part_top = T.alloc_fragment((WIDE,), "float32")
-            total = T.alloc_fragment((WIDE, head_dim), "float32")
-            total_sum = T.alloc_fragment((WIDE, SUMS), "float32")
-            top = T.alloc_fragment((WIDE,), "float32")
-            newer = T.alloc_fragment((WIDE,), "float32")
-            keep = T.alloc_fragment((WIDE,), "float32")
-            take = T.alloc_fragment((WIDE,), "float32")
-            seen = T.alloc_fragment((WIDE,), "int32")
+            score = T.alloc_fragment((ROWS, keys), "float32")
+            weight = T.alloc_fragment((ROWS, keys), dtype)
+            part = T.alloc_fragment((ROWS, head_dim), "float32")
+            part_sum = T.alloc_fragment((ROWS, SUMS), "float32")
+            part_top = T.alloc_fragment((ROWS,), "float32")
+            total = T.alloc_fragment((ROWS, head_dim), "float32")
+            total_sum = T.alloc_fragment((ROWS, SUMS), "float32")
+            top = T.alloc_fragment((ROWS,), "float32")
+            newer = T.alloc_fragment((ROWS,), "float32")
+            keep = T.alloc_fragment((ROWS,), "float32")
+            take = T.alloc_fragment((ROWS,), "float32")
+            seen = T.alloc_fragment((ROWS,), "int32")
             first = T.alloc_var("int32")
             count = T.alloc_var("int32")
             row = T.alloc_var("int64")
@@ -86,7 +86,7 @@ def paged_attention(
                 begun = 0
                 if window > 0:
                     begun = T.max(T.cast(position[first], "int32") - (window - 1), 0) // SEGMENT * per_segment
-                for i in T.Parallel(WIDE):
+                for i in T.Parallel(ROWS):
                     seen[i] = T.cast(position[first + T.min(i // group, count - 1)], "int32")
                 for n in T.unroll(stages - 1):
                     if begun + n <= last // keys:
@@ -95,7 +95,7 @@ def paged_attention(
                     else:
                         for _ in T.unroll(2 * copies):
                             T.ptx_commit_group()
-                for i, j in T.Parallel(WIDE, head_dim):
+                for i, j in T.Parallel(ROWS, head_dim):
                     q_s[i, j] = q[first + T.min(i // group, count - 1), head * group + i % group, j]
                 T.fill(total, 0)
                 T.fill(total_sum, 0)
@@ -118,7 +118,7 @@ def paged_attention(
                         T.sync_threads()
                     T.clear(score)
                     T.gemm(q_s, k_w if fp8 else k_s[n % stages, :, :], score, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    for i, j in T.Parallel(WIDE, keys):
+                    for i, j in T.Parallel(ROWS, keys):
                         if window > 0:
                             score[i, j] = T.if_then_else(
                                 tile * keys + j <= seen[i] and tile * keys + j > seen[i] - window,
@@ -128,15 +128,17 @@ def paged_attention(
                         else:
                             score[i, j] = T.if_then_else(tile * keys + j <= seen[i], score[i, j] * log2_scale, LOWEST)
                     T.reduce_max(score, newer, dim=1, clear=True)
-                    for i in T.Parallel(WIDE):
+                    for i in T.Parallel(ROWS):
                         newer[i] = T.max(newer[i], part_top[i])
-                        keep[i] = T.exp2(part_top[i] - newer[i])
+                        keep[i] = exp2(d, part_top[i] - newer[i])
                         part_top[i] = newer[i]
-                    for i, j in T.Parallel(WIDE, keys):
-                        weight[i, j] = T.cast(T.exp2(score[i, j] - part_top[i]), dtype)
-                    for i, j in T.Parallel(WIDE, head_dim):
+                    for i, j in T.Parallel(ROWS, keys):
+                        score[i, j] = exp2(d, score[i, j] - part_top[i])
+                    for i, j in T.Parallel(ROWS, keys):
+                        weight[i, j] = T.cast(score[i, j], dtype)
+                    for i, j in T.Parallel(ROWS, head_dim):
                         part[i, j] = part[i, j] * keep[i]
-                    for i, j in T.Parallel(WIDE, SUMS):
+                    for i, j in T.Parallel(ROWS, SUMS):
                         part_sum[i, j] = part_sum[i, j] * keep[i]
                     T.ptx_wait_group((2 * stages - 2) * copies)
                     T.sync_threads()
@@ -152,22 +154,22 @@ def paged_attention(
                     T.gemm(weight, ones, part_sum, policy=T.GemmWarpPolicy.FullRow)
                     T.sync_threads()
                     if tile % per_segment == per_segment - 1 or tile == last // keys:
-                        for i in T.Parallel(WIDE):
+                        for i in T.Parallel(ROWS):
                             newer[i] = T.max(top[i], part_top[i])
-                            keep[i] = T.exp2(top[i] - newer[i])
-                            take[i] = T.exp2(part_top[i] - newer[i])
+                            keep[i] = exp2(d, top[i] - newer[i])
+                            take[i] = exp2(d, part_top[i] - newer[i])
                             top[i] = newer[i]
                             part_top[i] = LOWEST
-                        for i, j in T.Parallel(WIDE, head_dim):
+                        for i, j in T.Parallel(ROWS, head_dim):
                             total[i, j] = total[i, j] * keep[i] + part[i, j] * take[i]
-                        for i, j in T.Parallel(WIDE, SUMS):
+                        for i, j in T.Parallel(ROWS, SUMS):
                             total_sum[i, j] = total_sum[i, j] * keep[i] + part_sum[i, j] * take[i]
                         T.fill(part, 0)
                         T.fill(part_sum, 0)
                 T.reduce_max(total_sum, take, dim=1, clear=True)  # of equal ones
-                for i in T.Parallel(WIDE):
+                for i in T.Parallel(ROWS):
                     take[i] = value_scale / take[i]
-                for i, j in T.Parallel(WIDE, head_dim):
+                for i, j in T.Parallel(ROWS, head_dim):
                     if i < T.min(count, tokens) * group:
                         # adding 0 turns -0 into 0, of which empty tiles might have made either
                         out[first + i // group, head * group + i % group, j] = T.cast(total[i, j] * take[i] + 0.0, dtype)

@@ -12,8 +12,11 @@ def tile_keys(head_dim: int) -> int:
     return 128 if head_dim <= 64 else 64
 
 
-WIDE = 64
+ROWS = 64
 """Rows of a block: tokens times query heads of a KV head."""
+
+WIDE_ROWS = 128
+"""Those of a block of ``wide_attention``."""
 
 SEGMENT = 128
 """Keys of a partial result. Part of what the bits mean."""

@@ -18,7 +18,7 @@ class Units:
 
     ``table`` int32 ``[*, W]`` pages of sequences, whose rows may lie apart; ``position`` int64 ``[T]`` of the rows; ``first``, ``count``
     int32 ``[U]`` and ``row`` int64 ``[U]``: rows of each unit, consecutive ones of one sequence, and the sequence's row of ``table``. A
-    unit of 0 rows is nothing. ``single``: each row is a unit, in order.
+    unit of 0 rows is nothing. ``single``: each row is a unit, in order. ``wide``: of up to twice as many rows, which one kernel takes.
     """
 
     table: torch.Tensor
@@ -27,6 +27,7 @@ class Units:
     count: torch.Tensor
     row: torch.Tensor
     single: bool = False
+    wide: bool = False
 
 
 def one_row_units(
@@ -57,8 +58,8 @@ def most_units(rows: int, sequences: int, tokens: int) -> int:
     return min(rows, sequences + rows // tokens)
 
 
-def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int], tokens: int) -> Units:
-    """Units of at most ``tokens`` rows; rows ``cu_q[i] … cu_q[i + 1] - 1`` are those of row ``i`` of ``table``."""
+def step_units(table: torch.Tensor, position: torch.Tensor, cu_q: Sequence[int], tokens: int, wide: bool = False) -> Units:
+    """Units of at most ``tokens`` rows, ``wide`` or not; rows ``cu_q[i] … cu_q[i + 1] - 1`` are those of row ``i`` of ``table``."""
     packed = torch.from_numpy(np.stack(unit_arrays(cu_q, tokens)))
     on_device = to_device(packed, position.device)
-    return Units(table, position, on_device[0].int(), on_device[1].int(), on_device[2])
+    return Units(table, position, on_device[0].int(), on_device[1].int(), on_device[2], wide=wide)

@@ -23,6 +23,13 @@ static __device__ __forceinline__ void cudaTriggerProgrammaticLaunchCompletion()
 }
 static __device__ __forceinline__ void cudaGridDependencySynchronize() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// 2^x as the hardware has it; 0 for x below -126.
+static __device__ __forceinline__ float exp2_flushed(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Sum over `width` neighbouring lanes (a power of two up to 32), the same bits in all of them.
 template <int width> static __device__ __forceinline__ float lanes_sum(float x) {
 #pragma unroll
@@ -65,6 +72,11 @@ def wait_for_previous(d: Dialect) -> Any:
 def quotient(d: Dialect, x: Any, y: Any) -> Any:
     """``x / y`` by the reciprocal that the hardware has, off by 2 in the last place at most; 0 for ``y`` from 2^126 on."""
     return x / y if d.cpu else d.T.call_extern("float32", "__fdividef", x, y)
+
+
+def exp2(d: Dialect, x: Any) -> Any:
+    """``2^x`` by one instruction, off by 2 in the last place at most; on a GPU 0 for ``x`` below -126."""
+    return d.T.exp2(x) if d.cpu else d.T.call_extern("float32", "exp2_flushed", x)
 
 
 def lanes_sum(d: Dialect, groups: int, lanes: int) -> Any:

@@ -86,9 +86,16 @@ def test_steps_launch_with_what_kernels_were_made_for(kind: str, graphs: str) ->
     found = factories(load(kind, SAID, cuda_graphs=graphs))
     few = set() if kind == "window_bias" else {"linear/few_rows"}
     drawing = {f"sample/{name}" for name in ("edit_rows", "draw_plain", "draw_ranked", "logprob_rows")}
-    want = MODEL | few | drawing | {"paged_attention/paged_attention"}
-    if graphs == "auto":
-        want |= {"begin_step/begin_step", "paged_attention/decode_attention", "paged_attention/add_segments"}
+    want = MODEL | few | drawing
+    if graphs == "off":
+        want |= {"paged_attention/wide_attention"}
+    else:
+        want |= {
+            "begin_step/begin_step",
+            "paged_attention/paged_attention",
+            "paged_attention/decode_attention",
+            "paged_attention/add_segments",
+        }
     assert want <= found, want - found
 
 
@@ -191,4 +198,4 @@ def test_a_table_taken_for_as_wide_as_it_is_cut_is_told() -> None:
         op(q, cache, cache, units, torch.empty_like(q))
         common = (q, cache, cache, table, units.position, units.first, units.count, units.row, torch.empty_like(q), 0.1)
         with pytest.raises(AssertionError, match=r"table has strides \(9, 1\)"):
-            op._wide.launch((3, 2), *common, table.shape[1], 3)
+            op._units.launch((3, 2), *common, table.shape[1], 3)

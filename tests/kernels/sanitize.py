@@ -140,6 +140,8 @@ def paged_attention(i: Inputs) -> None:
     position = torch.cat([torch.arange(n, device=i.device) + 7 for n in (200, 1, 99)])
     q, out = i.normal(MANY, s.heads, s.head_dim), i.empty(MANY, s.heads, s.head_dim)
     operator(q, k, v, step_units(table, position, cu_q, operator.tokens), out, factors)
+    if operator.wide_tokens:
+        operator(q, k, v, step_units(table, position, cu_q, operator.wide_tokens, wide=True), out, factors)
 
 
 def rms_norm(i: Inputs) -> None:

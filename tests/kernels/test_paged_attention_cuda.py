@@ -11,7 +11,7 @@ import torch
 import attention_kit
 from attention_kit import Case, Cases, Kind, differing_ways, in_order, make_case, programs_of, shared_out_up_to, stand_in, wrong
 from deepinfer.kernels.paged_attention import make_plan, paged_attention
-from deepinfer.kernels.paged_attention.cuda import SPLIT_ROWS, SPLITS, unit_tokens
+from deepinfer.kernels.paged_attention.cuda import SPLIT_ROWS, SPLITS, unit_tokens, wide_unit_tokens
 from deepinfer.kernels.paged_attention.units import Units, one_row_units, step_units
 from deepinfer.kernels.toolchain import Program
 from kernel_kit import check_machine_code, read_before_waiting, replayed
@@ -260,6 +260,8 @@ def test_single_rows_are_units_in_order() -> None:
 def test_a_unit_fits_a_block() -> None:
     for group in range(1, 65):
         assert 1 <= unit_tokens(2 * group, 2) <= 64 and unit_tokens(2 * group, 2) * group <= 64
+        assert 1 <= wide_unit_tokens(2 * group, 2, 128) <= 128 and wide_unit_tokens(2 * group, 2, 128) * group <= 128
+    assert wide_unit_tokens(8, 2, 64) == 32 and not wide_unit_tokens(8, 2, 96) and not wide_unit_tokens(8, 2, 128, fp8=True)
 
 
 def test_few_rows_have_their_segments_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +269,7 @@ def test_few_rows_have_their_segments_shared_out(monkeypatch: pytest.MonkeyPatch
     stand_in(monkeypatch)
     case = make_case("stand-in", FEW_KINDS[2], (2 * SPLIT_ROWS, 300))
     launched: list[tuple[str, tuple[int, ...]]] = []
-    for name in ("_wide", "_single", "_split", "_add"):
+    for name in ("_units", "_wide", "_single", "_split", "_add"):
         kernel = getattr(case.attention, name)
 
         class Noted:
@@ -285,9 +287,10 @@ def test_few_rows_have_their_segments_shared_out(monkeypatch: pytest.MonkeyPatch
     launched.clear()
     case.pieces([(0, 0, 1)])
     case.pieces([(0, 0, 2 * SPLIT_ROWS), (1, 0, 65)])
+    case.pieces([(0, 0, 2 * SPLIT_ROWS), (1, 0, 129)], wide=True)
     case.singles([(1, 299)] * (SPLIT_ROWS + 1))
     # as many blocks as the stand-in's 4 multiprocessors hold
-    assert launched == [("_wide", (1, 2)), ("_wide", (3, 2)), ("_single", (8,))]
+    assert launched == [("_units", (1, 2)), ("_units", (3, 2)), ("_wide", (3, 2)), ("_single", (8,))]
 
 
 # Machine code
@@ -301,8 +304,8 @@ def read_early(program: Program) -> set[str]:
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[6]], ids=str)
 def test_machine_code(kind: Kind, tmp_path: Path) -> None:
     """Of one query head a KV head, whose queries are fewer than a block's threads, and of three."""
-    for program in programs_of(kind)[2:]:
-        check_machine_code(program, tmp_path)
+    for program in programs_of(kind)[1:]:
+        check_machine_code(program, tmp_path, blocks=1 if program.factory == "wide_attention" else 2)
         assert read_before_waiting(program) == read_early(program)
 
 
@@ -310,7 +313,7 @@ def test_machine_code(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_machine_code_of_all(kind: Kind, tmp_path: Path) -> None:
     for program in programs_of(kind):
-        check_machine_code(program, tmp_path)
+        check_machine_code(program, tmp_path, blocks=1 if program.factory == "wide_attention" else 2)
         assert read_before_waiting(program) == read_early(program)
 
 
@@ -320,7 +323,7 @@ def test_a_table_cut_to_the_longest_sequence_is_read_by_its_own_rows(monkeypatch
     case = make_case("stand-in", FEW_KINDS[0], (200, 300, 64))
     assert case.table.stride(0) > case.table.shape[1]
     told: list[int] = []
-    for name, place in (("_wide", 10), ("_single", 10), ("_split", 11)):
+    for name, place in (("_units", 10), ("_wide", 11), ("_single", 10), ("_split", 11)):
         kernel = getattr(case.attention, name)
 
         class Noted:
@@ -330,7 +333,8 @@ def test_a_table_cut_to_the_longest_sequence_is_read_by_its_own_rows(monkeypatch
 
         monkeypatch.setattr(case.attention, name, Noted())
     case.pieces([(0, 0, 200), (1, 100, 300)])
+    case.pieces([(0, 0, 200), (1, 100, 300)], wide=True)
     case.singles([(1, 299), (2, 63)])
     with shared_out_up_to(case, 0):
         case.singles([(1, 299), (2, 63)])
-    assert len(told) == 3 and all(width > case.table.shape[1] for width in told)
+    assert len(told) == 4 and all(width > case.table.shape[1] for width in told)

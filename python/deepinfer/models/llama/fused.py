@@ -24,7 +24,7 @@ from ...kernels.embedding.cuda import Embedding
 from ...kernels.fp8_cache import CacheScales
 from ...kernels.linear.cuda import Product, agreeing_rows, linears_of
 from ...kernels.linear_fp8.cuda import PackedProjection, differing
-from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs, cache_factors, unit_tokens
+from ...kernels.paged_attention.cuda import PagedAttention, Scratch, attention_programs, cache_factors, unit_tokens, wide_unit_tokens
 from ...kernels.paged_attention.units import Units, one_row_units, step_units
 from ...kernels.rms_norm.cuda import AddRmsNorm, RmsNorm
 from ...kernels.rope import RopeTable
@@ -230,7 +230,9 @@ class FusedForward:
         """See ``base.Model.forward``."""
         count = batch.ids.shape[0]
         ids, pos, (slots,) = batch.padded(self.padded_rows(count))
-        units = step_units(batch.block_table, batch.pos, batch.cu_q_host, self.unit_rows)
+        t = self.topology
+        wide = wide_unit_tokens(t.heads, t.kv_heads, t.head_dim, self._fp8_cache)
+        units = step_units(batch.block_table, batch.pos, batch.cu_q_host, wide or self.unit_rows, wide > 0)
         return self._run(ids, pos, slots, units, names, kv)[:count]
 
     def decode(self, rows: DecodeRows, names: Sequence[tuple[str, str]], kv: dict[str, torch.Tensor]) -> torch.Tensor:
