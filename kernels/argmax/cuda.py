@@ -135,8 +135,11 @@ class Argmax:
         ]
 
     def __call__(self, x: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes ``index`` int32 ``[R]`` and ``value`` float32 ``[R]``, the largest of each row of ``x`` ``[R, vocab]``; all contiguous."""
+        """Writes ``index`` int32 ``[R]`` and ``value`` float32 ``[R]``, the largest of each row of ``x`` ``[R, vocab]``; all contiguous. An
+        ``x`` that does not begin at a multiple of 16 bytes is copied: it is read 16 bytes at a time."""
         if rows := x.shape[0]:
+            if x.data_ptr() % 16:
+                x = x.clone()
             kernel, chunk = (self._few, FEW_CHUNK) if rows <= FEW_ROWS else (self._many, MANY_CHUNK)
             kernel.launch((-(-self._vocab // chunk), rows), x, self._keys, self._arrived, index, value, rows)
 

@@ -12,6 +12,7 @@ import torch
 from deepinfer.kernels.argmax import argmax
 from deepinfer.kernels.argmax.cuda import FEW_ROWS, NOTHING, Argmax, programs_for
 from deepinfer.kernels.toolchain import Program
+from deepinfer.kernels.toolchain.driver import Launchable
 from deepinfer.kernels.toolchain.shapes import QWEN3_8B
 from kernel_kit import (
     KERNEL_PLACES,
@@ -97,6 +98,31 @@ def test_rows_do_not_depend_on_the_batch(place: str, dtype: torch.dtype) -> None
             some, of = run(x[first : first + rows].contiguous())
             assert torch.equal(some, index[first : first + rows]) and torch.equal(of, value[first : first + rows])
     assert run(x[:0])[0].tolist() == []
+
+
+class Whole:
+    """A kernel that is given rows as it reads them, from a multiple of 16 bytes on."""
+
+    def __init__(self, kernel: Launchable) -> None:
+        self._kernel = kernel
+
+    def launch(self, grid: tuple[int, ...], x: torch.Tensor, *args: torch.Tensor | int) -> None:
+        assert x.data_ptr() % 16 == 0
+        self._kernel.launch(grid, x, *args)
+
+
+@pytest.mark.parametrize("place", KERNEL_PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_begin_anywhere(place: str, dtype: torch.dtype) -> None:
+    device, kept, vocab = device_of(place), kept_as(place, dtype), 4096
+    kernels = kernels_at(place, Argmax.programs(vocab, str(dtype).removeprefix("torch.")))
+    operator = Argmax(vocab, dtype, MOST, device, kernels=[Whole(k) for k in kernels])
+    x = torch.randn(2, vocab, generator=torch.Generator().manual_seed(4)).to(dtype).to(device, kept)
+    moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(2, vocab)
+    assert moved.data_ptr() % 16 and moved.is_contiguous()
+    index, value = torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(2, device=device)
+    operator(moved, index, value)
+    assert index.tolist() == x.argmax(-1).tolist() and value.tolist() == x.float().amax(-1).tolist()
 
 
 @pytest.mark.gpu
