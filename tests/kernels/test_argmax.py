@@ -116,7 +116,8 @@ class Whole:
 def test_rows_may_begin_anywhere(place: str, dtype: torch.dtype) -> None:
     device, kept, vocab = device_of(place), kept_as(place, dtype), 4096
     kernels = kernels_at(place, Argmax.programs(vocab, str(dtype).removeprefix("torch.")))
-    operator = Argmax(vocab, dtype, MOST, device, kernels=[Whole(k) for k in kernels])
+    operator = Argmax(vocab, dtype, MOST, device, kernels=kernels)
+    operator._few, operator._many = Whole(operator._few), Whole(operator._many)
     x = torch.randn(2, vocab, generator=torch.Generator().manual_seed(4)).to(dtype).to(device, kept)
     moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(2, vocab)
     assert moved.data_ptr() % 16 and moved.is_contiguous()
