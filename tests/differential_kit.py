@@ -8,6 +8,7 @@ that outlives them: a play has several lives, which share it.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,11 +19,14 @@ from numpy.typing import NDArray
 
 import window_toy
 from deepinfer import LLM, RequestOutput, SamplingParams
+from deepinfer.engine.engine import Engine
 from deepinfer.engine.input_processor import PromptDict
 from deepinfer.engine.request import EngineRequest
 from deepinfer.errors import InvalidRequestError
 
 FAULT = "injected fault"
+PATIENCE = 60.0
+"""Seconds without a step for which a machine may be busy with other things, before what is waited for counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +263,7 @@ def prepared(llm: LLM, job: Job, params: SamplingParams, name: str) -> tuple[Eng
 
 
 def perform(llm: LLM, play: Play, limit: int = 6000) -> dict[str, RequestOutput]:
-    """Plays it; last outputs by name. Aborted ones have finish reason "abort" with what they had."""
+    """Plays it; last outputs by name. Aborted ones have finish reason "abort" with what they had. ``limit``: most steps."""
     engine = llm.engine
     if play.rates is not None:
         engine._rates.note = lambda *_: None  # type: ignore[method-assign]
@@ -276,8 +280,10 @@ def perform(llm: LLM, play: Play, limit: int = 6000) -> dict[str, RequestOutput]
     waiting = sorted(play.jobs, key=lambda j: j.after)
     ends: dict[str, int] = {}
     found: dict[str, RequestOutput] = {}
+    now, steps, until = 0, _steps(engine), time.monotonic() + PATIENCE
+    first = steps
     try:
-        for now in range(limit):
+        while steps - first < limit and time.monotonic() < until:
             while waiting and (waiting[0].after <= now):
                 job = waiting.pop(0)
                 try:
@@ -296,9 +302,18 @@ def perform(llm: LLM, play: Play, limit: int = 6000) -> dict[str, RequestOutput]
                 found[output.request_id] = output
             if not waiting and not llm.has_unfinished_requests():
                 return found
+            now, before, steps = now + 1, steps, _steps(engine)
+            if steps > before:
+                until = time.monotonic() + PATIENCE
+            else:
+                time.sleep(0.001)  # for what is waited for: room that a save holds, or what a fetch brings
     finally:
         setattr(engine.model, play.fault_at, whole)
-    raise AssertionError(f"seed {play.seed}: not finished after {limit} steps")
+    raise AssertionError(f"seed {play.seed}: not finished after {steps - first} steps, {now} turns; {engine.core_counts()['groups']}")
+
+
+def _steps(engine: Engine) -> int:
+    return engine.counters.steps + engine.counters.failed_steps
 
 
 def alone(llm: LLM, job: Job) -> list[RequestOutput]:
@@ -356,13 +371,18 @@ def differences(play: Play, found: dict[str, RequestOutput], want: dict[str, lis
 
 
 def leftovers(llm: LLM) -> list[str]:
-    """What an engine with nothing to do still holds."""
+    """What an engine with nothing to do still holds, once what it has been storing is stored."""
     engine, wrong = llm.engine, []
     # What a sequence's end leaves to be copied goes with the next step, whosever it is.
     request, text = llm._inputs.prepare([5], SamplingParams(max_tokens=1, detokenize=False), "last", stream=False)
     llm._submit(request, text, "final")
     while llm.has_unfinished_requests():
         llm.step()
+    for _ in range(4):
+        engine.step()
+    # Last: the end of an answer that was stopped, and with it the save of what it completed, comes with a step.
+    if engine._store is not None and not engine._store.settle(PATIENCE):
+        wrong.append(f"after {PATIENCE:.0f} s something is still to be stored: {engine._store.counters.as_dict()}")
     for _ in range(4):
         engine.step()
     counts = engine.core_counts()

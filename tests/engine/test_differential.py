@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import api_kit
 import differential_kit as kit
 import window_toy
 from deepinfer import LLM, RequestOutput
+from deepinfer.engine.kv_store.saves import Saves
 from deepinfer.sampling import SamplingParams
 from engine_kit import collect, make_engine, random_prompts, request, same_bits, tiny_checkpoint
 
@@ -95,7 +97,6 @@ def check_lives(kind: kit.Kind, seed: int, device: str, alone: Callable[[kit.Kin
     for part in play.parts():
         with make(kind, device, **play.settings, kv_store=f"dir:{folder / str(seed)}") as llm:
             found |= kit.perform(llm, part)
-            assert llm.engine._store is not None and llm.engine._store.settle(60)
             wrong += kit.leftovers(llm)
             counters = llm.engine.metrics().store
             assert counters is not None
@@ -121,6 +122,39 @@ def test_engines_that_share_a_store_answer_as_each_alone(
         pytest.skip("the toy is for a CPU")
     done = [check_lives(kind, seed, device, alone, tmp_path) for seed in seeds]
     assert all(sum(d[name] for d in done) > 0 for name in reached), done
+
+
+def lost(saves: Saves, chain: Any) -> None:
+    """A save that is forgotten instead of ended."""
+    if not chain.pieces and chain.sent == chain.count:
+        saves._open.discard(chain)
+
+
+@pytest.mark.parametrize("wrong", ["slow", "never", "lost"])
+def test_a_save_is_waited_for_and_one_whose_end_is_lost_is_told(
+    wrong: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put that takes its time leaves nothing behind; one that hangs, or a transfer that nobody ends, does."""
+    gate, put = threading.Event(), Saves._send_piece
+
+    def slowly(saves: Saves, *given: Any) -> None:
+        saves._mover.send_off(lambda: gate.wait(20.0 if wrong == "never" else 0.3))  # the one thread comes to the put behind it
+        put(saves, *given)
+
+    monkeypatch.setattr(Saves, "_send_piece", slowly)
+    if wrong == "lost":
+        monkeypatch.setattr(Saves, "_look_whether_done", lost)
+    monkeypatch.setattr(kit, "PATIENCE", 1.0 if wrong == "never" else kit.PATIENCE)
+    settings = {**PLAIN, "max_model_len": 352, "enable_prefix_caching": True, "kv_store": f"dir:{tmp_path / 'store'}"}
+    with make(kit.STORED, device, **settings) as llm:
+        llm.generate({"prompt_token_ids": random_prompts((200,))[0]}, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        found = kit.leftovers(llm)
+        gate.set()
+    if wrong == "slow":
+        assert not found
+    else:
+        assert any("'transfer_refs': 1" in said for said in found), found
+        assert ("is still to be stored" in found[0]) == (wrong == "never")
 
 
 @pytest.mark.nightly

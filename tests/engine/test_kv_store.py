@@ -253,6 +253,25 @@ class Told(Engine):
         self.told.append(("do", save))
 
 
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_an_answer_completed_before_it_was_stopped_is_stored(overlap: bool, closed: bool, device: str) -> None:
+    """A stop string is found when the core has gone on: it hears of the end with the next plan, though nobody asks for anything more,
+    and though the engine is closed with a row of the answer in flight."""
+    tier = Tier()
+    with make(device, tier, zero_overhead=overlap) as engine:
+        engine.add_request(request("r", PROMPT[:250], P.clone(max_tokens=100), stream=True))
+        tokens = 0
+        while tokens < 20:
+            tokens += sum(len(delta.new_token_ids) for delta in engine.step())
+        engine.stop_at("r", 0, tokens)
+        assert engine.has_unfinished()
+        if not closed:
+            assert collect(engine, 5) == {} and not engine.core_stats()["running"]
+            assert at_rest(engine) and engine.metrics().store["saved"] == 2
+    assert tier.stats()["blocks"] == 2
+
+
 def test_hooks_are_told_of_what_goes_to_the_store(device: str) -> None:
     tier = Tier()
     with make(device, tier, Told) as engine:

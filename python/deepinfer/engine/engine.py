@@ -31,7 +31,7 @@ from deepinfer.engine.mover import Bell
 from deepinfer.engine.request import EngineRequest, SequenceDelta
 from deepinfer.engine.roles import CompletionRole, PromptRole, make_role
 from deepinfer.engine.step_log import INTERVAL, EngineMetrics, StepLog, StepTrace
-from deepinfer.engine.step_loop import EngineCounters, Launched, StepLoop
+from deepinfer.engine.step_loop import RING_SLOTS, EngineCounters, Launched, StepLoop
 from deepinfer.engine.swap import SwapRates
 from deepinfer.engine.tokenizer import check_token_ids
 from deepinfer.errors import (
@@ -250,13 +250,16 @@ class Engine(EngineHooks):
         self._answers.stop_at(request_id, index, num_tokens)
 
     def has_unfinished(self) -> bool:
-        """Whether a step could make progress: a request has not ended, a step is in flight, or memory of a sequence that was handed
-        over has not come back."""
+        """Whether a step could make progress: a request has not ended, a step is in flight, the core has not heard of an end yet, or
+        memory of a sequence that was handed over has not come back."""
         if self._closed or self.fault is not None:
             return False
         if self._group is not None:
             return True  # every rank makes every step
-        return bool(self._answers.by_handle) or self._loop.in_flight > 0 or (self._role is not None and self._role.busy)
+        if self._answers.by_handle or self._loop.in_flight > 0 or (self._role is not None and self._role.busy):
+            return True
+        # A stop or an abort takes effect with a plan: until then its sequence holds blocks, and its last grains go to no store.
+        return self._core.has_work()
 
     def rest(self) -> tuple[int, float] | None:
         """After a step with nothing to run: a descriptor that becomes readable when a hand-over, or KV from the store, has moved on, and
@@ -467,6 +470,16 @@ class Engine(EngineHooks):
         self._loop.drop_all()
         while (slot := self._core.schedule(time.monotonic_ns())) >= 0:  # carries out the aborts; nothing is left to plan
             self._core.fail_step(slot)
+        self._core.flush()  # nobody is told of these ends
+
+    def _run_out(self) -> None:
+        """Completes what is in flight. A stopped answer ends by itself with the next plan, unless its row has failed before: then what it
+        completed would go to no store."""
+        for request_id in list(self._answers.requests):
+            self.abort(request_id)
+        for _ in range(RING_SLOTS):
+            if self._loop.in_flight:
+                self.step()
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits float32 ``[len(token_ids), vocab_size]`` of every position in one forward, outside the running batch.
@@ -520,6 +533,8 @@ class Engine(EngineHooks):
             return
         if self.fault is None and self._group is None:
             with suppress(EngineDeadError):  # a core that stopped after a fault has nothing to abort
+                if self._store is not None:
+                    to_the_end(self._run_out)
                 self.abort_all()
         self._closed = True
         if self._trace is not None:
