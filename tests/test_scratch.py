@@ -73,6 +73,31 @@ def test_what_a_process_leaves_goes_with_the_next_of_any_kind(kind: str, end: si
     assert list(place.iterdir()) == [foreign]
 
 
+def test_only_its_own_are_swept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what looks alike, nor a folder of another machine, whose locks are not seen here."""
+    with ScratchFolder("meet") as folder:
+        name = Path(folder.place).name
+    others = [place / "deepinfer-build-logs", place / f"{name}x", place / f"deepinfer-meet-{'0' * 12}-{name[-8:]}"]
+    for other in (*others, place / name):
+        other.mkdir()
+    with ScratchFolder("build"):
+        assert sorted(path for path in place.iterdir() if "build" not in path.name or path in others) == sorted(others)
+
+
+def test_a_folder_swept_before_it_was_locked_is_made_anew(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made = tempfile.mkdtemp, []
+
+    def swept_at_first(**named: str) -> str:
+        made.append(real(**named))
+        if len(made) < 3:
+            Path(made[-1]).rmdir()
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", swept_at_first)
+    with ScratchFolder("meet") as folder:
+        assert folder.path == made[2] and folder.is_there
+
+
 def test_no_place_for_temporary_files_is_told_to_who_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_place(**_: str) -> str:
         raise FileNotFoundError("no usable temporary folder")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import re
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, get_args
@@ -42,13 +45,21 @@ class ScratchFolder:
         with contextlib.suppress(OSError):
             _sweep(Path(tempfile.gettempdir()))
             while self.path is None:
-                path = tempfile.mkdtemp(prefix=_prefix(kind))
-                lock = os.open(path, os.O_RDONLY)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if os.path.isdir(path):
-                    self.path, self._lock = path, lock
-                else:  # swept before it was locked
-                    os.close(lock)
+                self._take(tempfile.mkdtemp(prefix=_prefix(kind)))
+
+    def _take(self, path: str) -> None:
+        """Makes ``path`` this process's, unless it was swept before it was locked."""
+        try:
+            lock = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.isdir(path):
+                self.path, self._lock, lock = path, lock, -1
+        finally:
+            if lock >= 0:
+                os.close(lock)
 
     @property
     def place(self) -> str:
@@ -83,13 +94,24 @@ class ScratchFolder:
         self.remove()
 
 
+@cache
+def _machine() -> str:
+    """Of this start of this machine: locks say nothing of processes of another, with which a folder for temporary files may be shared."""
+    try:
+        start = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        start = os.uname().nodename
+    return hashlib.sha256(start.encode()).hexdigest()[:12]
+
+
 def _prefix(kind: Kind) -> str:
-    return f"deepinfer-{kind}-"
+    return f"deepinfer-{kind}-{_machine()}-"
 
 
 def _sweep(parent: Path) -> None:
-    """Removes folders of this user that no process holds."""
-    for path in (path for kind in get_args(Kind) for path in parent.glob(f"{_prefix(kind)}*")):
+    """Removes folders that this class made on this machine for this user and that no process holds."""
+    made = re.compile(rf"deepinfer-(?:{'|'.join(get_args(Kind))})-{_machine()}-[a-z0-9_]{{8}}")
+    for path in [path for path in parent.iterdir() if made.fullmatch(path.name)]:
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
