@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deepinfer.engine.async_engine import wire
-from deepinfer.engine.async_engine.process import EngineLoop
+from deepinfer.engine.async_engine.process import EngineLoop, _answer
 from deepinfer.errors import InvalidRequestError
 from deepinfer.sampling import SamplingParams
 from engine_kit import request as made
@@ -72,3 +72,10 @@ def test_a_grammar_the_engine_process_cannot_read_refuses_its_own_request_only(f
         for rejected in refused:
             assert isinstance(rejected.error.exception(), InvalidRequestError)
             assert "cannot read the request's grammar (ModuleNotFoundError" in rejected.error.message
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_of_who_asked() -> None:
+    answer = _answer(wire.Measure(3), lambda: lambda: 0)
+    assert answer.call == 3 and answer.value is None and answer.error is not None
+    assert wire.pack(answer)
+    assert _answer(wire.Measure(4), lambda: 5) == wire.Answer(4, 5)

@@ -176,9 +176,11 @@ class EngineLoop:
 
 
 def _answer(question: wire.Question | wire.Warm, find: Callable[[], Any]) -> wire.Answer:
-    """What ``find`` gives, or raises: whatever it is, only who asked is told."""
+    """What ``find`` gives, or raises: whatever it is, also what cannot be sent, only who asked is told."""
     try:
-        return wire.Answer(question.call, find())
+        answer = wire.Answer(question.call, find())
+        wire.pack(answer)
+        return answer
     except Exception as e:
         return wire.Answer(question.call, error=ErrorData.of(e))
 
