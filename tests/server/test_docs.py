@@ -16,7 +16,7 @@ def test_every_option_is_described() -> None:
     known = {flag(name) for name in about()}
     assert sorted(f for f in known if f"`{f}" not in TEXT and f"`--no-{f[2:]}" not in TEXT) == []
     known |= {f"--no-{f[2:]}" for f in known}
-    engine = {"--" + o.name.replace("_", "-") for o in ENGINE_OPTIONS} | {"--config", "--model"}
+    engine = {f for o in ENGINE_OPTIONS for f in o.flags or ("--" + o.name.replace("_", "-"),)} | {"--config", "--model"}
     assert sorted(set(re.findall(r"`(--[a-z-]+)", TEXT)) - known - engine) == []
 
 
