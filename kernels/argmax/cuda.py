@@ -138,7 +138,7 @@ class Argmax:
         """Writes ``index`` int32 ``[R]`` and ``value`` float32 ``[R]``, the largest of each row of ``x`` ``[R, vocab]``; all contiguous. An
         ``x`` that does not begin at a multiple of 16 bytes is copied: it is read 16 bytes at a time."""
         if rows := x.shape[0]:
-            if x.data_ptr() % 16:
+            if x.storage_offset() * x.element_size() % 16:
                 x = x.clone()
             kernel, chunk = (self._few, FEW_CHUNK) if rows <= FEW_ROWS else (self._many, MANY_CHUNK)
             kernel.launch((-(-self._vocab // chunk), rows), x, self._keys, self._arrived, index, value, rows)

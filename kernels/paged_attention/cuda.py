@@ -25,7 +25,7 @@ from ..toolchain.loading import require
 from ..toolchain.shapes import run_dtype
 from .decode import add_segments, decode_attention
 from .prompt import paged_attention
-from .tiles import ROWS, SEGMENT, WIDE_ROWS
+from .tiles import ROWS, SEGMENT, WIDE_ROWS, tile_keys
 from .units import Units
 from .wide import wide_attention
 
@@ -61,9 +61,13 @@ def attention_programs(
 ) -> list[Program]:
     """The kernels of one kind of layer: units; wide units, where there are such; rows by themselves, in ``SPLITS`` splits, and what adds
     the latter up, unless rows are units like others. ``fp8``: keys and values are 8-bit floats. Raises ``KernelBuildError`` for such heads
-    that are not read 16 bytes at a time."""
+    that are not read 16 bytes at a time, more than 64 query heads of a KV head, and pages that do not share out a tile."""
     if fp8 and head_dim % 16:
         raise KernelBuildError(f"heads of {head_dim} channels in 8 bits cannot be read 16 bytes at a time")
+    if not unit_tokens(heads, kv_heads):
+        raise KernelBuildError(f"{heads // kv_heads} query heads of a KV head are more than the {ROWS} rows of a block")
+    if tile_keys(head_dim) % page_tokens and page_tokens % SEGMENT:
+        raise KernelBuildError(f"pages of {page_tokens} tokens do not share out tiles of {tile_keys(head_dim)} keys")
     kept = {"fp8": True} if fp8 else {}  # left out of the constants of others, whose names stay
 
     def program(factory: str, passes: tuple[tuple[str, bool], ...], **choices: int) -> Program:

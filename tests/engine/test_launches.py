@@ -87,15 +87,11 @@ def test_steps_launch_with_what_kernels_were_made_for(kind: str, graphs: str) ->
     few = set() if kind == "window_bias" else {"linear/few_rows"}
     drawing = {f"sample/{name}" for name in ("edit_rows", "draw_plain", "draw_ranked", "logprob_rows")}
     want = MODEL | few | drawing
+    want |= {"paged_attention/paged_attention"}
     if graphs == "off":
         want |= {"paged_attention/wide_attention"}
     else:
-        want |= {
-            "begin_step/begin_step",
-            "paged_attention/paged_attention",
-            "paged_attention/decode_attention",
-            "paged_attention/add_segments",
-        }
+        want |= {"begin_step/begin_step", "paged_attention/decode_attention", "paged_attention/add_segments"}
     assert want <= found, want - found
 
 

@@ -10,8 +10,9 @@ import torch
 
 import attention_kit
 from attention_kit import Case, Cases, Kind, differing_ways, in_order, make_case, programs_of, shared_out_up_to, stand_in, wrong
+from deepinfer.errors import KernelBuildError
 from deepinfer.kernels.paged_attention import make_plan, paged_attention
-from deepinfer.kernels.paged_attention.cuda import SPLIT_ROWS, SPLITS, unit_tokens, wide_unit_tokens
+from deepinfer.kernels.paged_attention.cuda import SPLIT_ROWS, SPLITS, attention_programs, unit_tokens, wide_unit_tokens
 from deepinfer.kernels.paged_attention.units import Units, one_row_units, step_units
 from deepinfer.kernels.toolchain import Program
 from kernel_kit import check_machine_code, read_before_waiting, replayed
@@ -24,6 +25,7 @@ KINDS = (
     Kind(8, 2, 128, 16, 4096), Kind(8, 2, 64, 32, 0), Kind(8, 2, 128, 64, 100), Kind(8, 2, 64, 128, 4096),
     Kind(8, 1, 64, 16, 0), Kind(16, 2, 128, 32, 0), Kind(8, 1, 128, 64, 4096), Kind(8, 1, 64, 128, 100),
     Kind(14, 2, 128, 64, 0), Kind(5, 1, 64, 64, 0), Kind(32, 1, 64, 64, 100), Kind(4, 2, 96, 16, 0),
+    Kind(64, 1, 128, 64, 0),
 )  # fmt: skip
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 1537)
 LONG = 4400  # beyond the window of 4096
@@ -262,6 +264,15 @@ def test_a_unit_fits_a_block() -> None:
         assert 1 <= unit_tokens(2 * group, 2) <= 64 and unit_tokens(2 * group, 2) * group <= 64
         assert 1 <= wide_unit_tokens(2 * group, 2, 128) <= 128 and wide_unit_tokens(2 * group, 2, 128) * group <= 128
     assert wide_unit_tokens(8, 2, 64) == 32 and not wide_unit_tokens(8, 2, 96) and not wide_unit_tokens(8, 2, 128, fp8=True)
+
+
+def test_what_no_kernel_has_a_form_for_is_refused() -> None:
+    assert attention_programs(64, 1, 128, 16, 0, "bfloat16")
+    with pytest.raises(KernelBuildError, match="65 query heads of a KV head"):
+        attention_programs(65, 1, 128, 16, 0, "bfloat16")
+    for head_dim, page_tokens in ((128, 48), (128, 96), (64, 96)):
+        with pytest.raises(KernelBuildError, match=f"pages of {page_tokens} tokens"):
+            attention_programs(8, 2, head_dim, page_tokens, 0, "bfloat16")
 
 
 def test_few_rows_have_their_segments_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

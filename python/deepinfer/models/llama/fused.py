@@ -13,6 +13,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -230,9 +231,7 @@ class FusedForward:
         """See ``base.Model.forward``."""
         count = batch.ids.shape[0]
         ids, pos, (slots,) = batch.padded(self.padded_rows(count))
-        t = self.topology
-        wide = wide_unit_tokens(t.heads, t.kv_heads, t.head_dim, self._fp8_cache)
-        units = step_units(batch.block_table, batch.pos, batch.cu_q_host, wide or self.unit_rows, wide > 0)
+        units = self._units(batch)
         return self._run(ids, pos, slots, units, names, kv)[:count]
 
     def decode(self, rows: DecodeRows, names: Sequence[tuple[str, str]], kv: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -245,6 +244,14 @@ class FusedForward:
         """See ``base.PromptGraphModel.prompt_step``."""
         units = Units(rows.block_table, rows.pos, rows.unit_first, rows.unit_count, rows.unit_row)
         return self._run(rows.ids, rows.pos, rows.slots[0], units, names, kv)
+
+    def _units(self, batch: ForwardBatch) -> Units:
+        """Wide ones if a sequence has more rows than the others hold; bits are the same."""
+        t, tokens = self.topology, self.unit_rows
+        wide = wide_unit_tokens(t.heads, t.kv_heads, t.head_dim, self._fp8_cache)
+        if wide and max(end - first for first, end in pairwise(batch.cu_q_host)) > tokens:
+            tokens = wide
+        return step_units(batch.block_table, batch.pos, batch.cu_q_host, tokens, tokens == wide)
 
     def _counting(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         if count not in self._firsts:
